@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// Programmatic dependent launch (PDL): a kernel may start while its predecessor in the stream still runs.
+//
+// Rules for a kernel launched through `launch`:
+//  - before pdl_wait() it touches constant memory only (weights, norm weights, frequency factors);
+//  - every thread calls pdl_wait() once, also those that have nothing to do: only then does "this grid is complete" imply
+//    "all earlier grids are complete" for the grid that comes next;
+//  - what it reads after pdl_wait() is read through pointers that are not __restrict__: the compiler may move loads
+//    of the read-only path (ld.global.nc) above the wait.
+#pragma once
+#include <cuda_runtime.h>
+#include <utility>
+#include "../flashrt_kernels.h"
+
+namespace frt {
+
+// Waits until all earlier grids are complete and their writes are visible. No-op where PDL does not exist.
+__device__ __forceinline__ void pdl_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next grid start once every block has come here. Early is good: it says nothing about this grid's results.
+__device__ __forceinline__ void pdl_launch_dependents() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Code compiled for an architecture before sm_90 (and run through its PTX) has no wait in it: it must not be launched early.
+template <auto Kernel> bool pdl_capable() {
+    static const bool capable = [] {
+        cudaFuncAttributes attr = {};
+        return cudaFuncGetAttributes(&attr, reinterpret_cast<const void *>(Kernel)) == cudaSuccess && attr.ptxVersion >= 90;
+    }();
+    return capable;
+}
+
+constexpr size_t kDefaultSmem = 48 * 1024;  // dynamic shared memory a kernel has without asking for more
+
+template <auto Kernel, typename... Args>
+cudaError_t launch(frt_launch how, dim3 grid, dim3 block, size_t smem, Args &&... args) {
+    if (smem > kDefaultSmem) {
+        const cudaError_t err = cudaFuncSetAttribute(reinterpret_cast<const void *>(Kernel),
+                                                     cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem));
+        if (err != cudaSuccess) {
+            return err;
+        }
+    }
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = smem;
+    config.stream = static_cast<cudaStream_t>(how.stream);
+    config.attrs = &early;
+    config.numAttrs = how.pdl && how.cc >= 90 && pdl_capable<Kernel>() ? 1 : 0;
+    return cudaLaunchKernelEx(&config, Kernel, std::forward<Args>(args)...);
+}
+
+}  // namespace frt

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// The launch interface of the kernels: plain C, no ggml, no Rust types. src/kernel mirrors it one to one.
+//
+// Every function launches on `launch.stream`, never synchronises, never allocates, and returns the CUDA error of the
+// launch as an int (0 = cudaSuccess). Arguments have been checked by the caller (the window's guard); a launcher that is
+// handed a combination it has no instantiation for returns cudaErrorInvalidValue without launching.
+// Strides named *_stride are in elements between consecutive tokens; *_bytes are bytes. Pointers are device memory.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// How to launch. pdl: join programmatic dependent launch (sm_90 and up; ignored below).
+typedef struct frt_launch {
+    void *  stream;    // cudaStream_t
+    int32_t pdl;
+    int32_t sm_count;  // multiprocessors of the device
+    int32_t cc;        // compute capability x 10, e.g. 90
+} frt_launch;
+
+// Activations quantised to 8 bits in blocks of 32 along k, structure of arrays: the hand-off ("q8_1 edge") between a
+// norm or GLU and the mat-vec that reads it. Block b of token t: x[i] ~ d * qs[i].
+typedef struct frt_q8 {
+    int8_t * qs;  // [n_tokens][k], 16-byte aligned rows (k % 32 == 0); null: no hand-off
+    float *  ds;  // [n_tokens][k / 32][2]: d = max|x| / 127, and s = d * sum(qs)
+} frt_q8;
+
+#define FRT_MAX_TOKENS 8  // rows of activations a mat-vec takes at most
+
+// ---- norm -----------------------------------------------------------------------------------------------------------
+// w1 != null (SANDWICH_NORM): y = x + rms_norm(h, eps1) * w1;  z = rms_norm(y, eps2) * w2
+// w1 == null (ADD_NORM):      y = x + h;                       z = rms_norm(y, eps2) * w2
+// One row per token. Each block reads its rows of h and x whole before it writes y or z, so y and z may lie exactly over h or x
+// (and must not overlap each other). z may be null when only zq is wanted.
+typedef struct frt_norm_args {
+    const float * h;  int64_t h_stride;
+    const float * x;  int64_t x_stride;
+    const float * w1;
+    const float * w2;
+    float * y;        int64_t y_stride;
+    float * z;        int64_t z_stride;
+    frt_q8  zq;
+    int32_t n_rows, n_cols;
+    float   eps1, eps2;
+} frt_norm_args;
+int frt_norm(const frt_norm_args * args, frt_launch launch);
+
+// ---- mat-vec --------------------------------------------------------------------------------------------------------
+// Weight types by their GGUF number (ggml_type): F16 1, BF16 30, Q4_0 2, Q5_0 6, Q8_0 8, Q4_K 12, Q5_K 13, Q6_K 14.
+enum { FRT_GLU_NONE = -1, FRT_GLU_REGLU = 0, FRT_GLU_GEGLU = 1, FRT_GLU_SWIGLU = 2, FRT_GLU_GEGLU_ERF = 4, FRT_GLU_GEGLU_QUICK = 5 };
+
+// dst[t][r] = sum_k w[r][k] * x[t][k] (+ bias[r]) (+ res[t][r]).  res may lie exactly over dst.
+typedef struct frt_gemv_seg {
+    const void *  w;    int64_t row_bytes;  // weight rows, row_bytes apart
+    float *       dst;  int64_t dst_stride;
+    const float * bias;                     // [n_rows] or null
+    const float * res;  int64_t res_stride; // or null
+    int32_t n_rows;
+} frt_gemv_seg;
+
+// Up to three weight matrices that multiply one input (QKV), or one (GEMV_RES), or with glu != NONE two: seg[0] = gate,
+// seg[1] = up, and seg[0].dst[t][r] = act(gate) * up (null when only out_q is wanted).
+// Quantised weights read the input as q8 blocks: from xq when it is there, else from x, quantised by the kernel itself.
+// F16 and BF16 weights read x. Accumulation is f32.
+typedef struct frt_gemv_args {
+    int32_t       type;     // of all segments
+    int32_t       n_seg;
+    frt_gemv_seg  seg[3];
+    int32_t       k, n_tokens;  // n_tokens <= FRT_MAX_TOKENS
+    const float * x;  int64_t x_stride;
+    frt_q8        xq;
+    int32_t       glu;
+    frt_q8        out_q;    // GLU only: the result as q8 blocks (n_rows % 32 == 0)
+} frt_gemv_args;
+int frt_gemv(const frt_gemv_args * args, frt_launch launch);
+// 1 if frt_gemv has an instantiation for this type and shape.
+int frt_gemv_supports(int32_t type, int32_t k, int32_t n_tokens, int32_t glu);
+
+// ---- QKV tail -------------------------------------------------------------------------------------------------------
+// Per part (Q, K or V) and per head of head_dim values:
+//   v = src; if norm_w: v = rms_norm(v, eps) * norm_w; if rope: v = rope(v, pos[t]); v *= scale; store.
+// Stores f32, f16 or bf16 (ggml type numbers 0, 1, 30) at dst + row * row_bytes + head * head_bytes, where row = rows[t] (i64 or
+// i32 indices of the KV cache) or, without indices, row = t.
+typedef struct frt_qkv_part {
+    const float * src;  int64_t src_stride;
+    void *        dst;  int64_t row_bytes, head_bytes;
+    const void *  rows; int32_t rows_i64;   // 1: int64 indices, 0: int32
+    int32_t       dst_type;
+    int32_t       n_heads, head_dim;
+    const float * norm_w; float eps;
+    int32_t       rope;                     // 0 none, 1 adjacent pairs (normal), 2 halves (NeoX)
+    float         scale;                    // 1 when there is none
+} frt_qkv_part;
+
+// RoPE as ggml defines it: theta = pos * freq_base^(-2i/n_dims) / freq_factors[i], YaRN-corrected; corr = ggml_rope_yarn_corr_dims.
+typedef struct frt_rope {
+    const int32_t * pos;           // [n_tokens]
+    const float *   freq_factors;  // [n_dims / 2] or null
+    int32_t n_dims;
+    float   freq_base, freq_scale, ext_factor, attn_factor, corr_low, corr_high;
+} frt_rope;
+
+typedef struct frt_qkv_tail_args {
+    frt_qkv_part part[3];
+    int32_t      n_parts, n_tokens;
+    frt_rope     rope;
+} frt_qkv_tail_args;
+int frt_qkv_tail(const frt_qkv_tail_args * args, frt_launch launch);
+
+// Architectures this archive was compiled for, e.g. "sm_90a compute_90".
+const char * frt_archs(void);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,62 @@
+//! The `flashrt` command: measures, checks and inspects what the library does inside llama.cpp.
+
+mod bench;
+#[cfg(feature = "host")]
+mod check;
+mod dump;
+mod evidence;
+mod llama;
+mod machine;
+mod output;
+mod qualify;
+mod synth;
+mod windows;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+#[derive(Parser)]
+#[command(name = "flashrt", version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run a model on the CPU and compare every window's oracle with ggml's tensors
+    #[cfg(feature = "host")]
+    Check(check::Args),
+    /// List the windows of this build
+    Windows(windows::Args),
+    /// Summarise the graphs that GGML_FLASHRT_DUMP recorded
+    Dump(dump::Args),
+    /// Write a GGUF with random weights in a known model's shapes
+    Synth(synth::Args),
+    /// Measure an adapter build against stock llama.cpp
+    Bench(bench::Args),
+    /// Compare the results of an adapter build with and without its windows
+    Qualify(qualify::Args),
+    /// Keep the evidence index and the figures in documents in step with the reports
+    Evidence(evidence::Args),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        #[cfg(feature = "host")]
+        Command::Check(args) => check::run(&args),
+        Command::Windows(args) => windows::run(args),
+        Command::Dump(args) => dump::run(args),
+        Command::Synth(args) => synth::run(args),
+        Command::Bench(args) => bench::run(args),
+        Command::Qualify(args) => qualify::run(args),
+        Command::Evidence(args) => evidence::run(args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("flashrt: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

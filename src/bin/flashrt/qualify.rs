@@ -1,0 +1,310 @@
+//! `flashrt qualify`: the same results with the windows on as with them off, by llama.cpp's own tools.
+//!
+//! Three comparisons of one build with itself, on against `GGML_FLASHRT_DISABLE=1`:
+//! greedy text, token for token; the distribution over next tokens against that of the dequantised model; and perplexity at
+//! several ubatch sizes, because one token at a time takes other kernels than a full ubatch.
+
+use crate::llama::{self, Finished, Host, DISABLE};
+use crate::output::{self, NewFile};
+use crate::{bench, machine};
+use anyhow::{bail, ensure, Context, Result};
+use ggml_flashrt::gguf::Gguf;
+use ggml_flashrt::report::{Arm, Check, Kind, Report, Run, SCHEMA};
+use serde_json::{json, Map, Value};
+use std::ffi::OsString;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// How far perplexity may move. Reordered sums and 8-bit activations move it by a few hundredths of a percent either way; a
+/// wrong kernel by orders of magnitude more.
+const MAX_PERPLEXITY_CHANGE: f64 = 0.005;
+
+/// Beginnings for greedy text: prose, code, lists, numbers, other languages.
+const PROMPTS: [&str; 10] = [
+    "The history of the printing press begins",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n    \"\"\"Return the n-th Fibonacci number.\"\"\"\n",
+    "The main differences between TCP and UDP are:\n1.",
+    "Water boils at 100 degrees Celsius at sea level because",
+    "Zutaten für einen Apfelkuchen:\n-",
+    "La capitale de la France est",
+    "Q: What is 17 times 23?\nA:",
+    "{\"name\": \"Ada Lovelace\", \"born\": 1815, \"known_for\": [",
+    "To be, or not to be, that is the question:",
+];
+
+/// Arguments of `flashrt qualify`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Folder of the llama.cpp build with the adapter.
+    #[arg(long, value_name = "DIR")]
+    host: PathBuf,
+    /// The model, a GGUF file.
+    #[arg(long, value_name = "FILE")]
+    model: PathBuf,
+    /// Plain text for perplexity and KL divergence; both are left out without it.
+    #[arg(long, value_name = "FILE")]
+    corpus: Option<PathBuf>,
+    /// Report to write; must not exist yet.
+    #[arg(long, value_name = "FILE.json")]
+    out: PathBuf,
+    /// Tokens to generate from each prompt.
+    #[arg(long, default_value_t = 256)]
+    tokens: u32,
+    /// Pieces of 512 tokens of the corpus to use.
+    #[arg(long, default_value_t = 8)]
+    chunks: u32,
+    /// Ubatch sizes for perplexity.
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 3, 33, 512])]
+    ubatches: Vec<u32>,
+    /// Type of the dequantised model; F32 is exact.
+    #[arg(long, default_value = "F32", value_parser = ["F32", "F16", "BF16"])]
+    reference_type: String,
+    /// Folder for the dequantised model and its logits, deleted afterwards.
+    #[arg(long, value_name = "DIR", default_value_os_t = std::env::temp_dir())]
+    scratch: PathBuf,
+    /// Run although there is no GPU: to try the command out.
+    #[arg(long)]
+    allow_cpu: bool,
+    /// More arguments for the tools.
+    #[arg(last = true, value_name = "LLAMA.CPP ARGS")]
+    extra: Vec<OsString>,
+}
+
+/// Compares and writes the report; an error if a comparison fails.
+pub fn run(args: Args) -> Result<()> {
+    Gguf::open(&args.model).with_context(|| format!("cannot use {}", args.model.display()))?;
+    if let Some(corpus) = &args.corpus {
+        ensure!(corpus.is_file(), "{}: no such file", corpus.display());
+    }
+    let host = Host::open(&args.host, "host")?;
+    if !args.allow_cpu && host.cuda_devices()?.is_empty() {
+        bail!("the build sees no CUDA device: a GPU and a CUDA build are needed");
+    }
+    let file = NewFile::create(&args.out, false)?;
+    let mut missing = machine::Missing::new();
+    let mut session = Session { host, args: &args, runs: Vec::new() };
+    let mut checks = vec![session.greedy_text()?];
+    match &args.corpus {
+        Some(corpus) => {
+            checks.extend(session.divergence(corpus)?);
+            checks.extend(session.perplexities(corpus)?);
+        }
+        None => {
+            for what in ["KL divergence", "perplexity"] {
+                missing.insert(format!("checks.{what}"), "no --corpus was given".to_owned());
+            }
+        }
+    }
+    checks.push(session.fired());
+    let report = Report {
+        schema: SCHEMA,
+        kind: Kind::Qualify,
+        created: machine::now(),
+        command: std::env::args_os().map(|a| llama::without_folders(&a)).collect(),
+        machine: machine::machine(&mut missing),
+        build: machine::build(&mut missing),
+        workload: bench::workload(&args.model)?,
+        runs: session.runs,
+        outcomes: Vec::new(),
+        series: Vec::new(),
+        checks,
+        headlines: Vec::new(),
+        missing,
+    };
+    file.writer().write_all(report.to_json().as_bytes()).context("cannot write the report")?;
+    file.commit()?;
+    output::print(&table(&report))?;
+    let failed: Vec<&str> = report.checks.iter().filter(|c| c.pass != Some(true)).map(|c| c.name.as_str()).collect();
+    ensure!(failed.is_empty(), "not qualified: {}", failed.join(", "));
+    Ok(())
+}
+
+/// Processes so far.
+struct Session<'a> {
+    host: Host,
+    args: &'a Args,
+    runs: Vec<Run>,
+}
+
+impl Session<'_> {
+    /// Runs a tool on a model with the windows on or off, and keeps what `extract` finds in its output.
+    fn tool(
+        &mut self,
+        arm: Arm,
+        tool: &str,
+        model: &Path,
+        args: &[&str],
+        extract: impl Fn(&Finished) -> Result<Value>,
+    ) -> Result<Value> {
+        let vars: &[_] = if arm == Arm::Stock { &[DISABLE] } else { &[] };
+        let mut all: Vec<OsString> = vec!["-m".into(), model.into()];
+        all.extend(args.iter().map(OsString::from));
+        all.extend(self.args.extra.iter().cloned());
+        eprintln!("{tool}, windows {}", if arm == Arm::Stock { "off" } else { "on" });
+        let done = self.host.run(tool, &all, vars)?;
+        let record = extract(&done).with_context(|| format!("{tool} printed no result"))?;
+        self.runs.push(Run {
+            arm,
+            setting: "default".to_owned(),
+            command: done.command,
+            env: done.env,
+            wall_s: done.wall_s,
+            records: record.as_object().cloned().into_iter().collect::<Vec<Map<_, _>>>(),
+            stats: done.stats,
+        });
+        Ok(record)
+    }
+
+    fn greedy_text(&mut self) -> Result<Check> {
+        let tokens = self.args.tokens.to_string();
+        let mut differ = Vec::new();
+        for prompt in PROMPTS {
+            let options = ["-p", prompt, "-n", &tokens, "--temp", "0", "--seed", "1", "--ignore-eos", "-no-cnv"];
+            let all = [&options[..], &["--no-display-prompt", "--simple-io", "--no-warmup"]].concat();
+            let text = |done: &Finished| Ok(json!({"prompt": prompt, "text": done.stdout}));
+            let on = self.tool(Arm::Adapter, "llama-completion", &self.args.model, &all, text)?;
+            let off = self.tool(Arm::Stock, "llama-completion", &self.args.model, &all, text)?;
+            ensure!(off["text"] != "", "llama-completion generated nothing from {prompt:?}");
+            if on != off {
+                differ.push(first_difference(prompt, &on["text"], &off["text"]));
+            }
+        }
+        let detail = format!("{} of {} texts of {tokens} tokens are the same", PROMPTS.len() - differ.len(), PROMPTS.len());
+        Ok(Check { name: "greedy text".into(), pass: Some(differ.is_empty()), detail, data: differ.into() })
+    }
+
+    /// Distance to the dequantised model: with the windows on it may not be larger than without them, beyond the uncertainty
+    /// that llama-perplexity states.
+    fn divergence(&mut self, corpus: &Path) -> Result<[Check; 2]> {
+        let scratch = tempfile::tempdir_in(&self.args.scratch).context("no scratch folder")?;
+        let reference = scratch.path().join("dequantised.gguf");
+        let logits = scratch.path().join("logits.bin");
+        eprintln!("llama-quantize to {}", self.args.reference_type);
+        let from_to = [self.args.model.as_os_str(), reference.as_os_str(), self.args.reference_type.as_ref()];
+        let quantize: Vec<OsString> = ["--allow-requantize".into()].into_iter().chain(from_to.map(Into::into)).collect();
+        self.host.run("llama-quantize", &quantize, &[DISABLE])?;
+
+        let chunks = self.args.chunks.to_string();
+        let (corpus, logits) = (path_text(corpus)?, path_text(&logits)?);
+        let common = ["-f", corpus, "-c", "512", "-b", "512", "--chunks", &chunks, "--kl-divergence-base", logits];
+        self.tool(Arm::Stock, "llama-perplexity", &reference, &common, perplexity)?;
+        let compare = [&common[2..], &["--kl-divergence"]].concat();
+        let on = self.tool(Arm::Adapter, "llama-perplexity", &self.args.model, &compare, distance)?;
+        let off = self.tool(Arm::Stock, "llama-perplexity", &self.args.model, &compare, distance)?;
+
+        let value = |side: &Value, field: &str| side[field].as_f64().unwrap_or(f64::NAN);
+        let kld = value(&on, "kld") <= value(&off, "kld") + value(&off, "kld_uncertainty");
+        let top = value(&on, "same_top") >= value(&off, "same_top") - value(&off, "same_top_uncertainty");
+        let check = |name: &str, field: &str, pass| Check {
+            name: name.into(),
+            pass: Some(pass),
+            detail: format!("{} with windows, {} without", on[field], off[field]),
+            data: json!({"on": &on, "off": &off}),
+        };
+        Ok([check("KL divergence", "kld", kld), check("same top token, %", "same_top", top)])
+    }
+
+    fn perplexities(&mut self, corpus: &Path) -> Result<Vec<Check>> {
+        let chunks = self.args.chunks.to_string();
+        let corpus = path_text(corpus)?;
+        let mut checks = Vec::new();
+        for ubatch in &self.args.ubatches {
+            let size = ubatch.to_string();
+            let options = ["-f", corpus, "-c", "512", "-b", "512", "-ub", &size, "--chunks", &chunks];
+            let on = self.tool(Arm::Adapter, "llama-perplexity", &self.args.model, &options, perplexity)?;
+            let off = self.tool(Arm::Stock, "llama-perplexity", &self.args.model, &options, perplexity)?;
+            let change = on["ppl"].as_f64().unwrap_or(f64::NAN) / off["ppl"].as_f64().unwrap_or(f64::NAN) - 1.0;
+            checks.push(Check {
+                name: format!("perplexity at -ub {ubatch}"),
+                pass: Some(change.abs() <= MAX_PERPLEXITY_CHANGE),
+                detail: format!("{} with windows, {} without: {:+.4} %", on["ppl"], off["ppl"], 100.0 * change),
+                data: json!({"on": on, "off": off}),
+            });
+        }
+        Ok(checks)
+    }
+
+    /// Equal results of runs in which nothing fired would say nothing.
+    fn fired(&self) -> Check {
+        let count = |arm: Arm| self.runs.iter().filter(move |r| r.arm == arm).map(|r| llama::fired(r.stats.as_ref()));
+        let on: Vec<_> = count(Arm::Adapter).collect();
+        let silent = on.iter().filter(|n| n.unwrap_or(0) == 0).count();
+        let off: u64 = count(Arm::Stock).flatten().sum();
+        let detail = format!("windows fired in {} of {} runs with them on, {off} times with them off", on.len() - silent, on.len());
+        let pass = Some(silent == 0 && off == 0);
+        Check { name: "windows fired".into(), pass, detail, data: json!(on) }
+    }
+}
+
+fn path_text(path: &Path) -> Result<&str> {
+    path.to_str().with_context(|| format!("{}: the name is no UTF-8", path.display()))
+}
+
+/// Where two texts part, with what comes before and after.
+fn first_difference(prompt: &str, on: &Value, off: &Value) -> Value {
+    let letters = |v: &Value| v.as_str().unwrap_or_default().chars().collect::<Vec<_>>();
+    let (on, off) = (letters(on), letters(off));
+    let at = on.iter().zip(&off).take_while(|(a, b)| a == b).count();
+    let piece = |s: &[char], from: usize| s.iter().skip(from).take(40).collect::<String>();
+    json!({"prompt": prompt, "at_character": at, "before": piece(&off, at.saturating_sub(40)).chars().take(at.min(40)).collect::<String>(),
+        "on": piece(&on, at), "off": piece(&off, at)})
+}
+
+/// The value after `label`, and the uncertainty after the next `±` or `+/-`.
+fn value_after(text: &str, label: &str) -> Result<(f64, f64)> {
+    let line = text.lines().rev().find_map(|l| l.split_once(label)).with_context(|| format!("no line with {label:?}"))?.1;
+    let mut numbers = line.split(|c: char| !(c.is_ascii_digit() || "+-.e".contains(c))).filter_map(|w| w.parse::<f64>().ok());
+    numbers.next().zip(numbers.next()).with_context(|| format!("{label:?} is followed by {line:?}"))
+}
+
+fn perplexity(done: &Finished) -> Result<Value> {
+    let (ppl, uncertainty) = value_after(&format!("{}\n{}", done.stdout, done.stderr), "Final estimate: PPL =")?;
+    Ok(json!({"ppl": ppl, "ppl_uncertainty": uncertainty}))
+}
+
+fn distance(done: &Finished) -> Result<Value> {
+    let text = format!("{}\n{}", done.stdout, done.stderr);
+    let (kld, kld_uncertainty) = value_after(&text, "Mean    KLD:")?;
+    let (same_top, same_top_uncertainty) = value_after(&text, "Same top p:")?;
+    let (ppl, ppl_uncertainty) = value_after(&text, "Mean PPL(Q)  ")?;
+    Ok(json!({"kld": kld, "kld_uncertainty": kld_uncertainty, "same_top": same_top,
+        "same_top_uncertainty": same_top_uncertainty, "ppl": ppl, "ppl_uncertainty": ppl_uncertainty}))
+}
+
+fn table(report: &Report) -> String {
+    let verdict = |pass| match pass {
+        Some(true) => "pass",
+        Some(false) => "FAIL",
+        None => "-",
+    };
+    let rows: Vec<[String; 3]> =
+        report.checks.iter().map(|c| [c.name.clone(), verdict(c.pass).to_owned(), c.detail.clone()]).collect();
+    let left_out: String = report.missing.iter().filter(|(what, _)| what.starts_with("checks.")).map(|(what, why)| format!("{what}: {why}\n")).collect();
+    output::table(["check", "verdict", "detail"], &rows) + &left_out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_what_llama_perplexity_prints() {
+        let text = "Final estimate: PPL = 21.3456 +/- 0.51234\nMean    KLD:   0.001234 ±   0.000056\n\
+                    Mean PPL(Q)                   :  21.345600 ±   0.512340\n\
+                    Mean PPL(Q)-PPL(base)         :   0.010000 ±   0.020000\nSame top p: 98.765 ± 0.123 %\n";
+        assert_eq!(value_after(text, "Final estimate: PPL =").unwrap(), (21.3456, 0.51234));
+        assert_eq!(value_after(text, "Mean    KLD:").unwrap(), (0.001234, 0.000056));
+        assert_eq!(value_after(text, "Mean PPL(Q)  ").unwrap(), (21.3456, 0.51234));
+        assert_eq!(value_after(text, "Same top p:").unwrap(), (98.765, 0.123));
+        assert!(value_after(text, "Median").is_err());
+        assert!(value_after("Same top p: nothing", "Same top p:").is_err());
+    }
+
+    #[test]
+    fn differences_are_shown_where_they_begin() {
+        let d = first_difference("p", &json!("größer als"), &json!("größer wie"));
+        assert_eq!((d["at_character"].as_u64(), d["on"].as_str(), d["off"].as_str()), (Some(7), Some("als"), Some("wie")));
+        assert_eq!(d["before"], "größer ");
+    }
+}

@@ -1,0 +1,225 @@
+//! Kernel calls, executed by the oracles on recorded memory.
+//!
+//! A window hands out its launches as data ([`KernelCall`]), so what is checked here is exactly what a GPU would be told:
+//! addresses, strides, head counts, scales. [`crate::reference`] computes; [`super::cpu`] widens the bounds to what ggml-cpu
+//! does.
+
+use super::cpu;
+use super::memory::{Fault, Memory};
+use crate::graph::DType;
+use crate::kernel::{GemvArgs, Glu, NormArgs, QkvPart, QkvTailArgs, Rope, RopeMode};
+use crate::reference::add_norm::add_norm;
+use crate::reference::qkv_gemv::Tail;
+use crate::reference::quant::{dequantize_row, Matrix};
+use crate::reference::rope::Params;
+use crate::reference::sandwich_norm::sandwich_norm;
+use crate::reference::Bounded;
+use crate::window::KernelCall;
+
+/// Runs one call.
+pub fn run(memory: &mut Memory, call: &KernelCall) -> Result<(), Fault> {
+    match call {
+        KernelCall::Norm(args) => norm(memory, args),
+        KernelCall::Gemv(args) => gemv(memory, args),
+        KernelCall::QkvTail(args) => qkv_tail(memory, args),
+    }
+}
+
+/// Address of a token's row.
+fn row<T>(base: *const T, stride: i64, token: usize) -> usize {
+    base as usize + token * stride as usize * std::mem::size_of::<T>()
+}
+
+fn norm(memory: &mut Memory, a: &NormArgs) -> Result<(), Fault> {
+    let n = a.n_cols as usize;
+    let w2 = memory.vector(a.w2 as usize, n)?;
+    for t in 0..a.n_rows as usize {
+        let h = memory.f32s(row(a.h, a.h_stride, t), n)?;
+        let x = memory.f32s(row(a.x, a.x_stride, t), n)?;
+        let result = if a.w1.is_null() {
+            add_norm(&h, &x, &w2, a.eps2.into())
+        } else {
+            sandwich_norm(
+                &h,
+                &x,
+                &memory.vector(a.w1 as usize, n)?,
+                a.eps1.into(),
+                &w2,
+                a.eps2.into(),
+            )
+        };
+        memory.store(row(a.y, a.y_stride, t), DType::F32, &result.sum)?;
+        memory.store(row(a.z, a.z_stride, t), DType::F32, &result.normed)?;
+    }
+    Ok(())
+}
+
+fn gemv(memory: &mut Memory, a: &GemvArgs) -> Result<(), Fault> {
+    let unknown = Fault::Unknown {
+        what: "weight type",
+        number: a.ty,
+    };
+    let dtype = DType::from_number(a.ty)
+        .filter(|_| dequantize_row(a.ty, &[], 0).is_some())
+        .ok_or(unknown)?;
+    let kinds = [
+        Glu::None,
+        Glu::Reglu,
+        Glu::Geglu,
+        Glu::Swiglu,
+        Glu::GegluErf,
+        Glu::GegluQuick,
+    ];
+    let kind = kinds.into_iter().find(|&k| k as i32 == a.glu).ok_or(Fault::Unknown {
+        what: "GLU",
+        number: a.glu,
+    })?;
+    let k = a.k as usize;
+    // Everything is read before anything is written: an output may lie over the input.
+    let mut results = Vec::new();
+    for t in 0..a.n_tokens as usize {
+        let x = cpu::mat_vec_input(&memory.f32s(row(a.x, a.x_stride, t), k)?, dtype);
+        let mut products = Vec::new();
+        for seg in &a.seg[..a.n_seg as usize] {
+            let (n_rows, row_bytes) = (seg.n_rows as usize, seg.row_bytes as usize);
+            let row_len = k / dtype.block_len() * dtype.block_bytes();
+            let bytes = memory.bytes(seg.w as usize, n_rows.saturating_sub(1) * row_bytes + row_len)?;
+            let w = Matrix {
+                dtype,
+                bytes,
+                row_bytes,
+                n_rows,
+                k,
+            };
+            let term = |address: usize| (address != 0).then(|| memory.f32s(address, n_rows)).transpose();
+            let bias = term(seg.bias as usize)?;
+            let res = if seg.res.is_null() {
+                None
+            } else {
+                term(row(seg.res, seg.res_stride, t))?
+            };
+            products.push(
+                [bias, res]
+                    .iter()
+                    .flatten()
+                    .fold(mat_vec(&w, &x), |sum, term| sum.add(term)),
+            );
+        }
+        results.push(match (kind, products.as_slice()) {
+            (Glu::None, _) => products,
+            (_, [gate, up]) => vec![cpu::glu(kind, gate, up)],
+            _ => {
+                return Err(Fault::Unknown {
+                    what: "number of GLU operands",
+                    number: a.n_seg,
+                })
+            }
+        });
+    }
+    for (t, products) in results.iter().enumerate() {
+        for (seg, product) in a.seg.iter().zip(products) {
+            memory.store(row(seg.dst.cast_const(), seg.dst_stride, t), DType::F32, product)?;
+        }
+    }
+    Ok(())
+}
+
+/// [`Matrix::mat_vec`], the rows shared out among threads: this is where a check spends its time.
+fn mat_vec(w: &Matrix, x: &Bounded) -> Bounded {
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let share = w.n_rows.div_ceil(threads).max(1);
+    std::thread::scope(|scope| {
+        let parts: Vec<_> = (0..w.n_rows)
+            .step_by(share)
+            .map(|first| {
+                let bytes = &w.bytes[first * w.row_bytes..];
+                let part = Matrix {
+                    bytes,
+                    n_rows: share.min(w.n_rows - first),
+                    ..*w
+                };
+                scope.spawn(move || part.mat_vec(x))
+            })
+            .collect();
+        let mut out = Bounded::default();
+        parts
+            .into_iter()
+            .for_each(|part| out.extend(part.join().expect("an oracle does not panic")));
+        out
+    })
+}
+
+fn qkv_tail(memory: &mut Memory, a: &QkvTailArgs) -> Result<(), Fault> {
+    for part in &a.part[..a.n_parts as usize] {
+        let unknown = Fault::Unknown {
+            what: "store type",
+            number: part.dst_type,
+        };
+        let dtype = DType::from_number(part.dst_type)
+            .filter(|d| matches!(d, DType::F32 | DType::F16 | DType::BF16))
+            .ok_or(unknown)?;
+        for t in 0..a.n_tokens as usize {
+            let index = if part.rows.is_null() {
+                t as i64
+            } else if part.rows_i64 != 0 {
+                memory.i64(part.rows as usize + 8 * t)?
+            } else {
+                memory.i32(part.rows as usize + 4 * t)?.into()
+            };
+            let head_dim = part.head_dim as usize;
+            let heads = memory.f32s(row(part.src, part.src_stride, t), part.n_heads as usize * head_dim)?;
+            let stored = tail(memory, part, &a.rope, dtype, t, &heads)?;
+            for head in 0..part.n_heads as usize {
+                let offset = index * part.row_bytes + head as i64 * part.head_bytes;
+                let values = stored.slice(head * head_dim..(head + 1) * head_dim);
+                memory.store((part.dst as usize).wrapping_add_signed(offset as isize), dtype, &values)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn tail(
+    memory: &Memory,
+    part: &QkvPart,
+    rope: &Rope,
+    stored_as: DType,
+    token: usize,
+    heads: &Bounded,
+) -> Result<Bounded, Fault> {
+    let modes = [RopeMode::None, RopeMode::Normal, RopeMode::Neox];
+    let unknown = Fault::Unknown {
+        what: "RoPE mode",
+        number: part.rope,
+    };
+    let mode = modes.into_iter().find(|&m| m as i32 == part.rope).ok_or(unknown)?;
+    let vector = |p: *const f32, n: usize| (!p.is_null()).then(|| memory.vector(p as usize, n)).transpose();
+    let norm = vector(part.norm_w, part.head_dim as usize)?;
+    let params = Params::from(rope);
+    let (pos, factors) = match mode {
+        RopeMode::None => (0, None),
+        _ => (
+            memory.i32(rope.pos as usize + 4 * token)?,
+            vector(rope.freq_factors, params.n_dims / 2)?,
+        ),
+    };
+    let tail = Tail {
+        head_dim: part.head_dim as usize,
+        norm: norm.as_deref().map(|w| (w, part.eps.into())),
+        mode,
+        rope: params,
+        freq_factors: factors.as_deref(),
+        scale: part.scale.into(),
+        stored_as,
+    };
+    let mut out = Bounded::default();
+    for at in (0..heads.len()).step_by(tail.head_dim) {
+        let mut head = tail.apply(&heads.slice(at..at + tail.head_dim), pos);
+        if mode != RopeMode::None {
+            // Rotated values are as long as what they were rotated from.
+            cpu::widen_rotated(&mut head, mode, &params, pos, factors.as_deref());
+        }
+        out.extend(head);
+    }
+    Ok(out)
+}

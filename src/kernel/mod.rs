@@ -1,0 +1,363 @@
+//! One launcher per entry of `csrc/flashrt_kernels.h`, with `#[repr(C)]` mirrors of its argument structs.
+//!
+//! Pointers are device memory, strides are in elements, `*_bytes` in bytes. A launcher never synchronises and never
+//! allocates. It trusts what a window's guard has checked; what the header calls an unsupported combination comes back
+//! as an error without a launch. Without feature `cuda` every launcher answers [`CudaError::NotCompiled`].
+
+pub mod cudart;
+mod ffi;
+mod self_check;
+
+use std::ffi::{c_int, c_void};
+
+use crate::graph::DType;
+pub use self_check::{self_check, WEIGHT_TYPES};
+
+/// Rows of activations that [`gemv`] takes at most.
+pub const MAX_TOKENS: usize = 8;
+
+/// Why a launch or a runtime call failed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum CudaError {
+    /// This build has no kernels.
+    #[error("built without feature `cuda`")]
+    NotCompiled,
+    /// The CUDA runtime refused.
+    #[error("{name} ({code})")]
+    Runtime {
+        /// `cudaError_t`
+        code: i32,
+        /// What `cudaGetErrorName` calls it.
+        name: String,
+    },
+}
+
+impl CudaError {
+    /// Turns a `cudaError_t` into a result. The runtime also keeps the error for `cudaGetLastError`; taken from there,
+    /// the host does not trip over it.
+    fn check(code: c_int) -> Result<(), CudaError> {
+        match code {
+            0 => Ok(()),
+            ffi::NOT_COMPILED => Err(CudaError::NotCompiled),
+            code => {
+                // SAFETY: no arguments.
+                unsafe { ffi::cudaGetLastError() };
+                Err(CudaError::Runtime {
+                    code,
+                    name: ffi::error_name(code),
+                })
+            }
+        }
+    }
+}
+
+/// How to launch.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Launch {
+    /// `cudaStream_t`
+    pub stream: *mut c_void,
+    /// 1: join programmatic dependent launch. Ignored where the loaded code has none.
+    pub pdl: i32,
+    /// Multiprocessors of the device.
+    pub sm_count: i32,
+    /// Compute capability times 10.
+    pub cc: i32,
+}
+
+/// Activations quantised to 8 bits in blocks of 32: `x[i] ~ d * qs[i]`. Null pointers: no hand-off.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Q8 {
+    /// `[n_tokens][k]`, rows 16-byte aligned.
+    pub qs: *mut i8,
+    /// `[n_tokens][k / 32][2]`: `d = max|x| / 127` and `s = d * sum(qs)`.
+    pub ds: *mut f32,
+}
+
+impl Q8 {
+    /// No hand-off.
+    pub const NONE: Q8 = Q8 {
+        qs: std::ptr::null_mut(),
+        ds: std::ptr::null_mut(),
+    };
+}
+
+/// Arguments of [`norm`]. With `w1`: `y = x + rms_norm(h, eps1) * w1`, without: `y = x + h`; then
+/// `z = rms_norm(y, eps2) * w2`. `y` and `z` may lie exactly over `h` or `x`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct NormArgs {
+    /// `[n_rows][n_cols]`
+    pub h: *const f32,
+    /// Elements between rows of `h`.
+    pub h_stride: i64,
+    /// Residual, `[n_rows][n_cols]`
+    pub x: *const f32,
+    /// Elements between rows of `x`.
+    pub x_stride: i64,
+    /// `[n_cols]`, or null for the form without a post-norm.
+    pub w1: *const f32,
+    /// `[n_cols]`
+    pub w2: *const f32,
+    /// Sum, `[n_rows][n_cols]`
+    pub y: *mut f32,
+    /// Elements between rows of `y`.
+    pub y_stride: i64,
+    /// Normalised sum, `[n_rows][n_cols]`, or null when only `zq` is wanted.
+    pub z: *mut f32,
+    /// Elements between rows of `z`.
+    pub z_stride: i64,
+    /// `z` as q8 blocks.
+    pub zq: Q8,
+    /// Tokens.
+    pub n_rows: i32,
+    /// Values of a token.
+    pub n_cols: i32,
+    /// Added to the mean square of `h`.
+    pub eps1: f32,
+    /// Added to the mean square of `y`.
+    pub eps2: f32,
+}
+
+/// The function between gate and up; numbers are ggml's `ggml_glu_op`.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Glu {
+    /// A plain mat-vec.
+    None = -1,
+    /// `max(0, gate)`
+    Reglu = 0,
+    /// Gate through GELU's tanh approximation.
+    Geglu = 1,
+    /// Gate through SiLU.
+    Swiglu = 2,
+    /// Gate through exact GELU.
+    GegluErf = 4,
+    /// Gate through `g * sigmoid(1.702 g)`.
+    GegluQuick = 5,
+}
+
+/// One weight matrix of a mat-vec and where its result goes:
+/// `dst[t][r] = sum_k w[r][k] * x[t][k] (+ bias[r]) (+ res[t][r])`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct GemvSeg {
+    /// Rows of quantised or 16-bit weights.
+    pub w: *const c_void,
+    /// Bytes between rows of `w`.
+    pub row_bytes: i64,
+    /// `[n_tokens][n_rows]`
+    pub dst: *mut f32,
+    /// Elements between tokens of `dst`.
+    pub dst_stride: i64,
+    /// `[n_rows]` or null.
+    pub bias: *const f32,
+    /// `[n_tokens][n_rows]` or null; may lie exactly over `dst`.
+    pub res: *const f32,
+    /// Elements between tokens of `res`.
+    pub res_stride: i64,
+    /// Rows of `w`.
+    pub n_rows: i32,
+}
+
+impl GemvSeg {
+    /// No segment.
+    pub const NONE: GemvSeg = GemvSeg {
+        w: std::ptr::null(),
+        row_bytes: 0,
+        dst: std::ptr::null_mut(),
+        dst_stride: 0,
+        bias: std::ptr::null(),
+        res: std::ptr::null(),
+        res_stride: 0,
+        n_rows: 0,
+    };
+}
+
+/// Arguments of [`gemv`]: one to three matrices of one type that multiply the same input, or with `glu` gate and up.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct GemvArgs {
+    /// `ggml_type` of all segments' weights.
+    pub ty: i32,
+    /// Segments in use.
+    pub n_seg: i32,
+    /// The segments; `[gate, up]` with `glu`.
+    pub seg: [GemvSeg; 3],
+    /// Values of a weight row.
+    pub k: i32,
+    /// At most [`MAX_TOKENS`].
+    pub n_tokens: i32,
+    /// Input, `[n_tokens][k]`
+    pub x: *const f32,
+    /// Elements between tokens of `x`.
+    pub x_stride: i64,
+    /// Input as q8 blocks; where it is null quantised weights make the blocks from `x`.
+    pub xq: Q8,
+    /// A [`Glu`].
+    pub glu: i32,
+    /// The GLU's result as q8 blocks.
+    pub out_q: Q8,
+}
+
+/// Which values of a head RoPE pairs.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RopeMode {
+    /// No rotation.
+    None = 0,
+    /// Adjacent values.
+    Normal = 1,
+    /// The two halves of the first `n_dims` values.
+    Neox = 2,
+}
+
+/// Q, K or V for [`qkv_tail`]: per head `v = src; v = rms_norm(v, eps) * norm_w; v = rope(v, pos[t]); v *= scale`,
+/// stored at `dst + row * row_bytes + head * head_bytes`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct QkvPart {
+    /// `[n_tokens][n_heads][head_dim]`
+    pub src: *const f32,
+    /// Elements between tokens of `src`.
+    pub src_stride: i64,
+    /// Where heads are stored.
+    pub dst: *mut c_void,
+    /// Bytes between rows of `dst`.
+    pub row_bytes: i64,
+    /// Bytes between heads of a row.
+    pub head_bytes: i64,
+    /// Row of each token, or null: row = token.
+    pub rows: *const c_void,
+    /// 1: `rows` is i64, 0: i32.
+    pub rows_i64: i32,
+    /// `ggml_type` of `dst`: 0 f32, 1 f16, 30 bf16.
+    pub dst_type: i32,
+    /// Heads.
+    pub n_heads: i32,
+    /// Values of a head.
+    pub head_dim: i32,
+    /// `[head_dim]` or null: no norm.
+    pub norm_w: *const f32,
+    /// Added to the mean square.
+    pub eps: f32,
+    /// A [`RopeMode`].
+    pub rope: i32,
+    /// 1 when there is none.
+    pub scale: f32,
+}
+
+impl QkvPart {
+    /// No part.
+    pub const NONE: QkvPart = QkvPart {
+        src: std::ptr::null(),
+        src_stride: 0,
+        dst: std::ptr::null_mut(),
+        row_bytes: 0,
+        head_bytes: 0,
+        rows: std::ptr::null(),
+        rows_i64: 0,
+        dst_type: 0,
+        n_heads: 0,
+        head_dim: 0,
+        norm_w: std::ptr::null(),
+        eps: 0.0,
+        rope: RopeMode::None as i32,
+        scale: 1.0,
+    };
+}
+
+/// RoPE as ggml defines it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Rope {
+    /// `[n_tokens]`
+    pub pos: *const i32,
+    /// `[n_dims / 2]` or null.
+    pub freq_factors: *const f32,
+    /// Rotated values of a head.
+    pub n_dims: i32,
+    /// Base of the frequencies.
+    pub freq_base: f32,
+    /// Position interpolation.
+    pub freq_scale: f32,
+    /// YaRN's mix; 0 turns YaRN off.
+    pub ext_factor: f32,
+    /// Magnitude.
+    pub attn_factor: f32,
+    /// First of `ggml_rope_yarn_corr_dims`.
+    pub corr_low: f32,
+    /// Second of `ggml_rope_yarn_corr_dims`.
+    pub corr_high: f32,
+}
+
+impl Rope {
+    /// For parts without rotation.
+    pub const NONE: Rope = Rope {
+        pos: std::ptr::null(),
+        freq_factors: std::ptr::null(),
+        n_dims: 0,
+        freq_base: 1.0,
+        freq_scale: 1.0,
+        ext_factor: 0.0,
+        attn_factor: 1.0,
+        corr_low: 0.0,
+        corr_high: 0.0,
+    };
+}
+
+/// Arguments of [`qkv_tail`].
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct QkvTailArgs {
+    /// The parts.
+    pub part: [QkvPart; 3],
+    /// Parts in use.
+    pub n_parts: i32,
+    /// Tokens.
+    pub n_tokens: i32,
+    /// Shared by all parts that rotate.
+    pub rope: Rope,
+}
+
+/// ADD_NORM and SANDWICH_NORM.
+pub fn norm(args: &NormArgs, launch: Launch) -> Result<(), CudaError> {
+    // SAFETY: reads `args` only; the kernel touches device memory alone.
+    CudaError::check(unsafe { ffi::frt_norm(args, launch) })
+}
+
+/// QKV_GEMV's mat-vecs, GLU_GEMV and GEMV_RES.
+pub fn gemv(args: &GemvArgs, launch: Launch) -> Result<(), CudaError> {
+    // SAFETY: as in `norm`.
+    CudaError::check(unsafe { ffi::frt_gemv(args, launch) })
+}
+
+/// Whether [`gemv`] has an instantiation for this weight type and shape, and the current device shared memory for it.
+/// Without feature `cuda` there is no device, and only the type and the shape are judged.
+pub fn gemv_supports(ty: i32, k: i32, n_tokens: i32, glu: Glu) -> bool {
+    // SAFETY: plain values.
+    match unsafe { ffi::frt_gemv_supports(ty, k, n_tokens, glu as i32) } {
+        ffi::NOT_COMPILED => {
+            let multiple = match DType::from_number(ty) {
+                Some(DType::F16 | DType::BF16) => 8,
+                Some(DType::Q4_0 | DType::Q5_0 | DType::Q8_0) => 32,
+                Some(DType::Q4_K | DType::Q5_K | DType::Q6_K) => 256,
+                _ => return false,
+            };
+            k >= multiple && k % multiple == 0 && (1..=MAX_TOKENS as i32).contains(&n_tokens)
+        }
+        supported => supported == 1,
+    }
+}
+
+/// Norm, RoPE, scale and store of Q, K and V after their mat-vecs.
+pub fn qkv_tail(args: &QkvTailArgs, launch: Launch) -> Result<(), CudaError> {
+    // SAFETY: as in `norm`.
+    CudaError::check(unsafe { ffi::frt_qkv_tail(args, launch) })
+}
+
+/// Architectures the kernels were compiled for, such as "sm_90a compute_90"; empty without feature `cuda`.
+pub fn archs() -> String {
+    ffi::archs()
+}

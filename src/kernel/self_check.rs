@@ -1,0 +1,272 @@
+//! Runs every kernel family and weight type once on tiny data and holds the results against the oracles. An image that does
+//! not suit the GPU, or a miscompiled kernel, shows here at load instead of in a user's text.
+
+use std::fmt::Display;
+
+use super::cudart::{current_device, set_device, Buffer, Stream};
+use super::*;
+use crate::reference::add_norm::add_norm;
+use crate::reference::gemv_res::gemv_res;
+use crate::reference::glu_gemv::glu_gemv;
+use crate::reference::qkv_gemv::Tail;
+use crate::reference::quant::{Matrix, Q8Row};
+use crate::reference::rope::Params;
+use crate::reference::sample::Sample;
+use crate::reference::sandwich_norm::sandwich_norm;
+use crate::reference::{compare, Bounded};
+
+/// Weight types that [`gemv`] reads.
+pub const WEIGHT_TYPES: [DType; 8] = [
+    DType::F16,
+    DType::BF16,
+    DType::Q8_0,
+    DType::Q4_0,
+    DType::Q5_0,
+    DType::Q4_K,
+    DType::Q5_K,
+    DType::Q6_K,
+];
+
+/// Checks all kernels on `device`, on a stream of its own; the error names the kernel and what was wrong. Allocates and
+/// synchronises: not while a stream is being captured.
+pub fn self_check(device: i32) -> Result<(), String> {
+    let before = current_device().map_err(|e| format!("no CUDA device: {e}"))?;
+    set_device(device).map_err(|e| format!("device {device}: {e}"))?;
+    let result = check_all(device);
+    let restored = set_device(before).map_err(|e| format!("device {before}: {e}"));
+    result.and(restored)
+}
+
+fn check_all(device: i32) -> Result<(), String> {
+    let stream = Stream::new().map_err(|e| format!("stream: {e}"))?;
+    let launch = stream
+        .launch(device, true)
+        .map_err(|e| format!("device attributes: {e}"))?;
+    let check = Check { stream, launch };
+    for post_norm in [false, true] {
+        check
+            .norm(post_norm)
+            .map_err(|e| format!("norm{}: {e}", if post_norm { " with post-norm" } else { "" }))?;
+    }
+    for dtype in WEIGHT_TYPES {
+        check
+            .gemv(dtype)
+            .map_err(|e| format!("mat-vec {}: {e}", dtype.name()))?;
+        check
+            .glu_gemv(dtype)
+            .map_err(|e| format!("GLU mat-vec {}: {e}", dtype.name()))?;
+    }
+    check.qkv_tail().map_err(|e| format!("QKV tail: {e}"))
+}
+
+struct Check {
+    stream: Stream,
+    launch: Launch,
+}
+
+fn text(e: impl Display) -> String {
+    e.to_string()
+}
+
+fn wide(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|&v| v.into()).collect()
+}
+
+impl Check {
+    fn upload<T: cudart::Plain>(&self, values: &[T]) -> Result<Buffer<T>, String> {
+        Buffer::from_slice(values, &self.stream).map_err(text)
+    }
+
+    /// A buffer of NaN, so that a value that was not written cannot pass.
+    fn output(&self, len: usize) -> Result<Buffer<f32>, String> {
+        self.upload(&vec![f32::NAN; len])
+    }
+
+    fn expect(&self, output: &Buffer<f32>, want: &Bounded) -> Result<(), String> {
+        let got = output.to_vec(&self.stream).map_err(text)?;
+        compare(&got, want).map(drop).map_err(text)
+    }
+
+    fn norm(&self, post_norm: bool) -> Result<(), String> {
+        const N: usize = 64;
+        let mut sample = Sample::new(1);
+        let [h, x, w1, w2] = [(); 4].map(|_| sample.values(N, 1.0));
+        let eps = 1e-6f32;
+        let (h_dev, x_dev, w1_dev, w2_dev) = (self.upload(&h)?, self.upload(&x)?, self.upload(&w1)?, self.upload(&w2)?);
+        let (y, z) = (self.output(N)?, self.output(N)?);
+        let args = NormArgs {
+            h: h_dev.raw(),
+            h_stride: N as i64,
+            x: x_dev.raw(),
+            x_stride: N as i64,
+            w1: if post_norm { w1_dev.raw() } else { std::ptr::null() },
+            w2: w2_dev.raw(),
+            y: y.raw(),
+            y_stride: N as i64,
+            z: z.raw(),
+            z_stride: N as i64,
+            zq: Q8::NONE,
+            n_rows: 1,
+            n_cols: N as i32,
+            eps1: eps,
+            eps2: eps,
+        };
+        norm(&args, self.launch).map_err(text)?;
+        let (h, x) = (Bounded::exact(&h), Bounded::exact(&x));
+        let (w1, w2, eps) = (wide(&w1), wide(&w2), f64::from(eps));
+        let want = if post_norm {
+            sandwich_norm(&h, &x, &w1, eps, &w2, eps)
+        } else {
+            add_norm(&h, &x, &w2, eps)
+        };
+        self.expect(&y, &want.sum)?;
+        self.expect(&z, &want.normed)
+    }
+
+    /// What a mat-vec with weights of this type multiplies: quantised types read 8-bit blocks.
+    fn activations(dtype: DType, x: &[f32]) -> Bounded {
+        match dtype {
+            DType::F16 | DType::BF16 => Bounded::exact(x),
+            _ => Bounded::exact(&Q8Row::quantize(x).dequantize()),
+        }
+    }
+
+    fn gemv(&self, dtype: DType) -> Result<(), String> {
+        const K: usize = 256;
+        const ROWS: usize = 5;
+        let mut sample = Sample::new(2);
+        let (bytes, x) = (sample.weights(dtype, K * ROWS), sample.values(K, 1.0));
+        let (bias, res) = (sample.values(ROWS, 1.0), sample.values(ROWS, 1.0));
+        let row_bytes = bytes.len() / ROWS;
+        let (w, x_dev, bias_dev) = (self.upload(&bytes)?, self.upload(&x)?, self.upload(&bias)?);
+        let dst = self.upload(&res)?;
+        let seg = GemvSeg {
+            w: w.raw().cast_const().cast(),
+            row_bytes: row_bytes as i64,
+            dst: dst.raw(),
+            dst_stride: ROWS as i64,
+            bias: bias_dev.raw(),
+            res: dst.raw(),
+            res_stride: ROWS as i64,
+            n_rows: ROWS as i32,
+        };
+        let args = GemvArgs {
+            ty: dtype as i32,
+            n_seg: 1,
+            seg: [seg, GemvSeg::NONE, GemvSeg::NONE],
+            k: K as i32,
+            n_tokens: 1,
+            x: x_dev.raw(),
+            x_stride: K as i64,
+            xq: Q8::NONE,
+            glu: Glu::None as i32,
+            out_q: Q8::NONE,
+        };
+        gemv(&args, self.launch).map_err(text)?;
+        let matrix = Matrix {
+            dtype,
+            bytes: &bytes,
+            row_bytes,
+            n_rows: ROWS,
+            k: K,
+        };
+        let (bias, res) = (Bounded::exact(&bias), Bounded::exact(&res));
+        self.expect(
+            &dst,
+            &gemv_res(&matrix, &Check::activations(dtype, &x), Some(&bias), Some(&res)),
+        )
+    }
+
+    fn glu_gemv(&self, dtype: DType) -> Result<(), String> {
+        const K: usize = 256;
+        const ROWS: usize = 32;
+        let mut sample = Sample::new(3);
+        let (bytes, x) = (sample.weights(dtype, 2 * K * ROWS), sample.values(K, 1.0));
+        let row_bytes = bytes.len() / ROWS / 2;
+        let (gate, up) = bytes.split_at(ROWS * row_bytes);
+        let (w, x_dev, dst) = (self.upload(&bytes)?, self.upload(&x)?, self.output(ROWS)?);
+        let seg = GemvSeg {
+            w: w.raw().cast_const().cast(),
+            row_bytes: row_bytes as i64,
+            dst: dst.raw(),
+            dst_stride: ROWS as i64,
+            n_rows: ROWS as i32,
+            ..GemvSeg::NONE
+        };
+        let up_seg = GemvSeg {
+            w: w.at(gate.len()).cast_const().cast(),
+            dst: std::ptr::null_mut(),
+            ..seg
+        };
+        let args = GemvArgs {
+            ty: dtype as i32,
+            n_seg: 2,
+            seg: [seg, up_seg, GemvSeg::NONE],
+            k: K as i32,
+            n_tokens: 1,
+            x: x_dev.raw(),
+            x_stride: K as i64,
+            xq: Q8::NONE,
+            glu: Glu::Swiglu as i32,
+            out_q: Q8::NONE,
+        };
+        gemv(&args, self.launch).map_err(text)?;
+        let [gate, up] = [gate, up].map(|bytes| Matrix {
+            dtype,
+            bytes,
+            row_bytes,
+            n_rows: ROWS,
+            k: K,
+        });
+        self.expect(
+            &dst,
+            &glu_gemv(Glu::Swiglu, (&gate, None), (&up, None), &Check::activations(dtype, &x)),
+        )
+    }
+
+    fn qkv_tail(&self) -> Result<(), String> {
+        const HEADS: usize = 3;
+        const DIM: usize = 64;
+        let mut sample = Sample::new(4);
+        let (src, norm_w) = (sample.values(HEADS * DIM, 1.0), sample.values(DIM, 1.0));
+        let pos = 7i32;
+        let (src_dev, w_dev, pos_dev) = (self.upload(&src)?, self.upload(&norm_w)?, self.upload(&[pos])?);
+        let dst = self.output(HEADS * DIM)?;
+        let part = QkvPart {
+            src: src_dev.raw(),
+            src_stride: (HEADS * DIM) as i64,
+            dst: dst.raw().cast(),
+            row_bytes: (4 * HEADS * DIM) as i64,
+            head_bytes: 4 * DIM as i64,
+            n_heads: HEADS as i32,
+            head_dim: DIM as i32,
+            norm_w: w_dev.raw(),
+            eps: 1e-6,
+            rope: RopeMode::Neox as i32,
+            ..QkvPart::NONE
+        };
+        let rope = Rope {
+            pos: pos_dev.raw(),
+            n_dims: DIM as i32,
+            freq_base: 10000.0,
+            ..Rope::NONE
+        };
+        let args = QkvTailArgs {
+            part: [part, QkvPart::NONE, QkvPart::NONE],
+            n_parts: 1,
+            n_tokens: 1,
+            rope,
+        };
+        qkv_tail(&args, self.launch).map_err(text)?;
+        let tail = Tail {
+            head_dim: DIM,
+            norm: Some((&wide(&norm_w), part.eps.into())),
+            mode: RopeMode::Neox,
+            rope: Params::from(&rope),
+            freq_factors: None,
+            scale: 1.0,
+            stored_as: DType::F32,
+        };
+        self.expect(&dst, &tail.apply(&Bounded::exact(&src), pos))
+    }
+}

@@ -1,0 +1,30 @@
+//! A kernel call with all its arguments: what a plan is made of.
+
+use crate::kernel::{self, CudaError, GemvArgs, Launch, NormArgs, QkvTailArgs};
+
+/// One launch.
+#[derive(Debug, Clone, Copy)]
+pub enum KernelCall {
+    /// [`kernel::norm`]
+    Norm(NormArgs),
+    /// [`kernel::gemv`]
+    Gemv(GemvArgs),
+    /// [`kernel::qkv_tail`]
+    QkvTail(QkvTailArgs),
+}
+
+// SAFETY: the pointers are device addresses, which the host side never follows.
+unsafe impl Send for KernelCall {}
+// SAFETY: as above.
+unsafe impl Sync for KernelCall {}
+
+impl KernelCall {
+    /// Launches the kernel.
+    pub fn launch(&self, launch: Launch) -> Result<(), CudaError> {
+        match self {
+            KernelCall::Norm(args) => kernel::norm(args, launch),
+            KernelCall::Gemv(args) => kernel::gemv(args, launch),
+            KernelCall::QkvTail(args) => kernel::qkv_tail(args, launch),
+        }
+    }
+}

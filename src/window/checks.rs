@@ -1,0 +1,132 @@
+//! What must hold for every window, whatever it computes: nobody else reads what it leaves unwritten, all bytes are this
+//! device's own, and no output destroys an input that is still to be read.
+
+use super::pattern::{Match, Role};
+use super::{Alias, Decline, Window};
+use crate::graph::{BufferKind, DType, GraphRef, HostView, Op, Region, Tensor, FLAG_COMPUTE};
+
+/// Checks a match against everything that does not depend on the window's own arithmetic.
+pub fn check(window: &Window, m: &Match, graph: GraphRef, ops: &[Op], host: HostView) -> Result<(), Decline> {
+    steps(m)?;
+    interior_uses(m, graph, ops)?;
+    buffers(m, host)?;
+    aliases(window, m)?;
+    regions(window, m, graph, host)
+}
+
+fn steps(m: &Match) -> Result<(), Decline> {
+    for (role, node) in m.nodes() {
+        if node.flags() & FLAG_COMPUTE == 0 {
+            return Err(Decline::new("not to be computed", format!("{role} {node:?}")));
+        }
+        // A narrower intermediate result would be rounded where the kernel keeps f32.
+        if !m.outputs().any(|(_, o)| o == node) && !node.is(DType::F32) {
+            return Err(Decline::new("type", format!("{role} {node:?} is not f32")));
+        }
+    }
+    Ok(())
+}
+
+/// Interior results are never written, so only nodes of the run may read them.
+fn interior_uses(m: &Match, graph: GraphRef, ops: &[Op]) -> Result<(), Decline> {
+    let is_output = |t: Tensor| m.outputs().any(|(_, o)| o == t);
+    let mut inside: Vec<Tensor> = m.nodes().map(|(_, t)| t).collect();
+    let mut unwritten: Vec<Tensor> = inside.iter().copied().filter(|&t| !is_output(t)).collect();
+    for i in m.start..m.end {
+        let node = graph.node(i);
+        if ops[i].is_view() {
+            if node.srcs().any(|s| unwritten.contains(&s)) {
+                unwritten.push(node);
+            }
+            inside.push(node);
+        }
+    }
+    for &t in &unwritten {
+        if t.is_output() {
+            return Err(Decline::new("interior is a graph output", format!("{t:?}")));
+        }
+        let uses: usize = inside.iter().map(|n| n.srcs().filter(|&s| s == t).count()).sum();
+        if uses as i64 != i64::from(graph.uses(t)) {
+            let detail = format!("{t:?} has {} uses, {uses} of them inside", graph.uses(t));
+            return Err(Decline::new("interior is read elsewhere", detail));
+        }
+        if let Some(root) = t.view_src() {
+            if !unwritten.contains(&root) {
+                return Err(Decline::new("interior is computed in place", format!("{t:?} over {root:?}")));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn buffers(m: &Match, host: HostView) -> Result<(), Decline> {
+    for (role, t) in m.externals().chain(m.outputs()) {
+        if host.buffer_kind(t) == BufferKind::Foreign {
+            return Err(Decline::new("foreign buffer", format!("{role} {t:?}")));
+        }
+        if t.data() == 0 {
+            return Err(Decline::new("no memory yet", format!("{role} {t:?}")));
+        }
+    }
+    Ok(())
+}
+
+fn aliases(window: &Window, m: &Match) -> Result<(), Decline> {
+    let overlap = |a: Tensor, b: Tensor| {
+        let (a, b) = (a.byte_range(), b.byte_range());
+        a.start < b.end && b.start < a.end
+    };
+    let declared = |input: Role, output: Role| {
+        window.may_alias.iter().find(|a| a.input == input && a.output == output).map(|a| a.alias)
+    };
+    let outputs: Vec<(Role, Tensor)> = m.outputs().collect();
+    for (i, &(out_role, out)) in outputs.iter().enumerate() {
+        for &(other_role, other) in &outputs[i + 1..] {
+            if overlap(out, other) {
+                return Err(Decline::new("outputs overlap", format!("{out_role} and {other_role}")));
+            }
+        }
+        for (in_role, input) in m.externals() {
+            if !overlap(out, input) {
+                continue;
+            }
+            let exact = out.data() == input.data() && out.nb() == input.nb() && out.ne() == input.ne();
+            match declared(in_role, out_role) {
+                Some(Alias::Any) => {}
+                Some(Alias::Exact) if exact => {}
+                _ => {
+                    let detail = format!("{out_role} {out:?} over {in_role} {input:?}");
+                    return Err(Decline::new("output overlaps an input", detail));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Inside a concurrent region a window stays within one branch and uses no scratch; only the last node of a run may be a
+/// fork, only the first a join.
+fn regions(window: &Window, m: &Match, graph: GraphRef, host: HostView) -> Result<(), Decline> {
+    let mut branch = None;
+    for i in m.start..m.end {
+        let node = graph.node(i);
+        let region = host.region(node);
+        let fits = match region {
+            Region::Fork => i + 1 == m.end,
+            Region::Join => i == m.start,
+            Region::None | Region::Branch(_) => true,
+        };
+        if !fits {
+            return Err(Decline::new("concurrent region", format!("{node:?} is a {region:?} inside the run")));
+        }
+        let on = matches!(region, Region::Branch(_)).then_some(region);
+        if i > m.start && region != Region::Fork && on != branch {
+            return Err(Decline::new("concurrent region", "the run crosses branches".to_owned()));
+        }
+        branch = on;
+        if on.is_some() && window.uses_scratch {
+            return Err(Decline::new("concurrent region", "the window needs scratch memory".to_owned()));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,610 @@
+//! The engine behind the hook: plans by graph, launches by node, latches errors, counts.
+
+use super::match_graph::{edges, match_graph, Edge, Matched};
+use super::settings::{Settings, StatsTarget};
+use super::stats::Stats;
+use super::{KernelCall, Q8Buffer, Resources, WINDOWS};
+use crate::cache::{Arena, BlockSource};
+use crate::graph::dump::GraphRecord;
+use crate::graph::host::LogLevel;
+use crate::graph::{GraphRef, HostView, Op};
+use crate::kernel::{CudaError, Launch};
+use std::cell::{Cell, RefCell};
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::io::Write;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// How an evaluation ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EvalStatus {
+    /// Everything that was claimed was launched.
+    Ok,
+    /// A launch failed after others of its graph had been made.
+    Failed,
+}
+
+/// What the engine needs of the GPU. Tests put their own behind it.
+pub trait Backend: BlockSource + Send + Sync {
+    /// Launches one kernel.
+    fn launch(&self, call: &KernelCall, launch: Launch) -> Result<(), CudaError>;
+    /// Runs every kernel once on the device and compares.
+    fn self_check(&self, device: i32) -> Result<(), String>;
+}
+
+/// The kernels of this build.
+struct Cuda;
+
+impl BlockSource for Cuda {
+    fn allocate(&self, bytes: usize) -> Result<usize, String> {
+        crate::kernel::cudart::allocate(bytes).map_err(|e| e.to_string())
+    }
+    fn free(&self, address: usize) {
+        crate::kernel::cudart::free(address);
+    }
+}
+
+impl Backend for Cuda {
+    fn launch(&self, call: &KernelCall, launch: Launch) -> Result<(), CudaError> {
+        call.launch(launch)
+    }
+    fn self_check(&self, device: i32) -> Result<(), String> {
+        crate::kernel::self_check(device)
+    }
+}
+
+thread_local! {
+    /// The window whose code is running, so that a panic switches off no more than that.
+    static IN_WINDOW: Cell<Option<usize>> = const { Cell::new(None) };
+    /// The context of the evaluation that this thread is in.
+    static CURRENT: RefCell<Option<(usize, Arc<Mutex<Context>>)>> = const { RefCell::new(None) };
+}
+
+/// Marks the window whose code runs next.
+pub(super) fn enter_window(window: Option<usize>) {
+    IN_WINDOW.set(window);
+}
+
+/// A site of a plan, ready to launch.
+struct PlannedSite {
+    window: usize,
+    start: usize,
+    len: usize,
+    calls: Vec<KernelCall>,
+    /// The site whose hand-off this one reads.
+    producer: Option<usize>,
+    /// Stock cannot take over: its input was never written as f32.
+    bound: bool,
+    fired: bool,
+}
+
+/// What to do with one graph.
+struct Plan {
+    uid: u64,
+    /// The nodes in order: a plan is for exactly these.
+    nodes: Vec<usize>,
+    /// Contents of the nodes, for graphs without a uid.
+    contents: Vec<u64>,
+    sites: Vec<PlannedSite>,
+    /// By node index: the site that starts there, plus one.
+    starts: Vec<u32>,
+    counts: Vec<u64>,
+    generation: u64,
+}
+
+/// State of one backend context.
+#[derive(Default)]
+struct Context {
+    arena: Arena,
+    /// Most recently used last.
+    plans: VecDeque<Plan>,
+    /// The newest plan is for the evaluation that is going on.
+    active: bool,
+    failure: Option<String>,
+    explained: HashSet<String>,
+}
+
+/// Plans a context keeps. A server has a handful of graph shapes; the oldest makes room.
+const MAX_PLANS: usize = 32;
+
+struct Dump {
+    file: std::fs::File,
+    left: usize,
+    seen: HashSet<u64>,
+}
+
+/// Matches, plans and launches. One for the process.
+pub struct Engine {
+    settings: Settings,
+    backend: Box<dyn Backend>,
+    contexts: Mutex<HashMap<usize, Arc<Mutex<Context>>>>,
+    stats: Mutex<Stats>,
+    off: Mutex<Vec<bool>>,
+    devices: Mutex<HashMap<i32, Result<(), String>>>,
+    dump: Mutex<Option<Dump>>,
+    messages: Mutex<Vec<(LogLevel, String)>>,
+    disabled: AtomicBool,
+    /// Counts the windows switched off while running: plans of an earlier generation may hold them.
+    generation: AtomicU64,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic was caught at the boundary and its window switched off; what it held is still consistent.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+static GLOBAL: OnceLock<Engine> = OnceLock::new();
+
+impl Engine {
+    /// The process's engine, with settings from the environment.
+    pub fn global() -> &'static Engine {
+        GLOBAL.get_or_init(|| {
+            let engine = Engine::new(Settings::from_env(), Box::new(Cuda));
+            if engine.settings.stats.is_some() {
+                // SAFETY: registers a plain function.
+                unsafe { libc::atexit(print_stats) };
+            }
+            engine
+        })
+    }
+
+    /// An engine of one's own.
+    pub fn new(settings: Settings, backend: Box<dyn Backend>) -> Engine {
+        let mut messages: Vec<_> = settings.warnings.iter().map(|w| (LogLevel::Warn, w.clone())).collect();
+        let dump = settings.dump.as_ref().filter(|_| settings.dump_max > 0).and_then(|path| {
+            match std::fs::File::create(path) {
+                Ok(file) => Some(Dump { file, left: settings.dump_max, seen: HashSet::new() }),
+                Err(e) => {
+                    let text = format!("GGML_FLASHRT_DUMP: cannot create {}: {e}; nothing is recorded", path.display());
+                    messages.push((LogLevel::Warn, text));
+                    None
+                }
+            }
+        });
+        let mut stats = Stats::default();
+        if settings.disabled {
+            stats.disabled = Some("GGML_FLASHRT_DISABLE is set".to_owned());
+        }
+        Engine {
+            off: Mutex::new(settings.off.clone()),
+            disabled: settings.disabled.into(),
+            generation: AtomicU64::new(0),
+            settings,
+            backend,
+            contexts: Mutex::default(),
+            stats: Mutex::new(stats),
+            devices: Mutex::default(),
+            dump: Mutex::new(dump),
+            messages: Mutex::new(messages),
+        }
+    }
+
+    /// Is everything off?
+    pub fn is_disabled(&self) -> bool {
+        self.disabled.load(Relaxed)
+    }
+
+    /// Switches everything off, or, after a panic in the code of a window, that window.
+    pub fn disable(&self, reason: &str) {
+        match IN_WINDOW.take() {
+            Some(window) => self.switch_off(window, reason),
+            None => {
+                self.disabled.store(true, Relaxed);
+                lock(&self.stats).disabled = Some(reason.to_owned());
+                lock(&self.messages).push((LogLevel::Warn, format!("off: {reason}")));
+            }
+        }
+    }
+
+    fn switch_off(&self, window: usize, reason: &str) {
+        let was_off = std::mem::replace(&mut lock(&self.off)[window], true);
+        if !was_off {
+            let text = format!("window {} is switched off: {reason}", WINDOWS[window].name);
+            lock(&self.messages).push((LogLevel::Warn, text));
+            self.generation.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// Start of an evaluation: finds or makes the plan.
+    pub fn eval_begin(&self, host: &HostView, graph: GraphRef) {
+        enter_window(None);
+        self.flush_messages(host);
+        if host.fusion_off() || graph.is_empty() {
+            CURRENT.take();
+            return;
+        }
+        self.record(host, graph);
+        if self.is_disabled() || host.capturing() || !self.device_is_fit(host) {
+            CURRENT.take();
+            self.flush_messages(host);
+            return;
+        }
+        let shared = Arc::clone(lock(&self.contexts).entry(host.context()).or_default());
+        {
+            let mut context = lock(&shared);
+            context.failure = None;
+            context.active = self.activate_plan(&mut context, host, graph);
+        }
+        self.flush_messages(host);
+        CURRENT.set(Some((host.context(), shared)));
+    }
+
+    /// Is this thread in an evaluation of this context in which something may be fused?
+    pub fn is_evaluating(&self, host: &HostView) -> bool {
+        CURRENT.with_borrow(|current| current.as_ref().is_some_and(|(key, _)| *key == host.context()))
+    }
+
+    /// Nodes done from node `i` on; 0: not ours.
+    pub fn fuse(&self, host: &HostView, graph: GraphRef, i: usize) -> usize {
+        CURRENT.with_borrow(|current| match current {
+            Some((key, shared)) if *key == host.context() => self.fuse_in(&mut lock(shared), host, graph, i),
+            _ => 0,
+        })
+    }
+
+    fn fuse_in(&self, context: &mut Context, host: &HostView, graph: GraphRef, i: usize) -> usize {
+        let Context { plans, active, failure, .. } = context;
+        let Some(plan) = plans.back_mut().filter(|_| *active) else { return 0 };
+        if failure.is_some() {
+            // The rest of the graph would run on results that are not there, on a stream whose capture may be broken.
+            return graph.len() - i;
+        }
+        let Some(index) = plan.starts.get(i).and_then(|&s| (s as usize).checked_sub(1)) else { return 0 };
+        let site = &plan.sites[index];
+        // The host may have put nodes into another order since the plan was made.
+        let run = i..i + site.len;
+        if graph.node_addresses().get(run.clone()) != plan.nodes.get(run) {
+            return 0;
+        }
+        if site.producer.is_some_and(|p| !plan.sites[p].fired) {
+            return 0;
+        }
+        let launch = Launch {
+            stream: host.stream(),
+            pdl: i32::from(host.pdl()),
+            sm_count: host.sm_count(),
+            cc: host.cc(),
+        };
+        enter_window(Some(site.window));
+        for (n, call) in site.calls.iter().enumerate() {
+            if let Err(e) = self.backend.launch(call, launch) {
+                enter_window(None);
+                let text = format!("{} at {:?}: {e}", WINDOWS[site.window].name, graph.node(i).name());
+                let recoverable = n == 0 && !site.bound;
+                let (window, len) = (site.window, site.len);
+                if !recoverable {
+                    *failure = Some(text.clone());
+                }
+                self.switch_off(window, &format!("launch failed: {text}"));
+                return if recoverable { 0 } else { len };
+            }
+        }
+        enter_window(None);
+        let (window, len) = (site.window, site.len);
+        plan.sites[index].fired = true;
+        lock(&self.stats).windows[window].fired += 1;
+        len
+    }
+
+    /// End of an evaluation.
+    pub fn eval_end(&self, host: &HostView) -> EvalStatus {
+        let Some((_, shared)) = CURRENT.take().filter(|(key, _)| *key == host.context()) else {
+            return EvalStatus::Ok;
+        };
+        let failure = {
+            let mut context = lock(&shared);
+            context.active = false;
+            let failure = context.failure.take();
+            if failure.is_some() {
+                context.plans.pop_back();
+            }
+            failure
+        };
+        self.flush_messages(host);
+        match failure {
+            None => EvalStatus::Ok,
+            Some(text) => {
+                host.log(LogLevel::Error, &format!("flashrt: this evaluation failed: {text}"));
+                EvalStatus::Failed
+            }
+        }
+    }
+
+    /// Will [`Engine::fuse`] surely take node `i`? No window yet takes nodes of which the host needs to know.
+    pub fn takes(&self, _host: &HostView, _graph: GraphRef, _i: usize) -> bool {
+        false
+    }
+
+    /// Should the host leave the order of nodes alone? Yes when QKV_GEMV takes the stretches that concurrent regions are
+    /// made for. The answer comes from the structure alone: addresses and batch size are not looked at.
+    pub fn graph_optimize(&self, host: &HostView, graph: GraphRef) -> bool {
+        if self.is_disabled() || host.fusion_off() || lock(&self.off)[super::QKV_GEMV_INDEX] {
+            return false;
+        }
+        let ops: Vec<Op> = graph.nodes().map(|t| graph.op(t)).collect();
+        let pattern = (WINDOWS[super::QKV_GEMV_INDEX].pattern)();
+        let mut found = false;
+        for start in 0..ops.len() {
+            if let Some(m) = super::pattern::find(pattern, graph, &ops, start) {
+                if !["wq", "wk", "wv"].iter().all(|w| super::mat_vec::reads(m.tensor(w))) {
+                    return false;
+                }
+                found = true;
+            }
+        }
+        found
+    }
+
+    /// The context is gone, and with it everything made for it.
+    pub fn context_free(&self, context: usize) {
+        // A context freed while its thread ends has no current evaluation to leave.
+        let _ = CURRENT.try_with(|current| current.borrow_mut().take_if(|(key, _)| *key == context));
+        if let Some(shared) = lock(&self.contexts).remove(&context) {
+            lock(&shared).arena.clear(&*self.backend);
+        }
+    }
+
+    /// Memory at these addresses is about to change owner: plans that mention it are forgotten.
+    pub fn buffer_freed(&self, _device: i32, _base: usize, _size: usize) {
+        // Plans hold addresses of tensors. A graph over new buffers is a new graph, but one without a uid could repeat
+        // pointers: its contents are compared, and contents include addresses. So nothing stale can be found; dropping the
+        // plans only keeps the cache from holding what can never match again.
+        for context in lock(&self.contexts).values() {
+            if let Ok(mut context) = context.try_lock() {
+                if !context.active {
+                    context.plans.clear();
+                }
+            }
+        }
+    }
+
+    /// Counters as JSON.
+    pub fn stats_json(&self) -> String {
+        lock(&self.stats).to_json()
+    }
+
+    /// A copy of the counters.
+    pub fn stats(&self) -> Stats {
+        lock(&self.stats).clone()
+    }
+
+    /// Plans and arena bytes of a context.
+    pub fn footprint(&self, context: usize) -> (usize, usize) {
+        let contexts = lock(&self.contexts);
+        contexts.get(&context).map_or((0, 0), |c| {
+            let c = lock(c);
+            (c.plans.len(), c.arena.bytes())
+        })
+    }
+
+    fn flush_messages(&self, host: &HostView) {
+        let messages = std::mem::take(&mut *lock(&self.messages));
+        for (level, text) in messages {
+            host.log(level, &format!("flashrt: {text}"));
+        }
+    }
+
+    /// Runs the self-check of a device on first sight.
+    fn device_is_fit(&self, host: &HostView) -> bool {
+        let mut devices = lock(&self.devices);
+        if let Some(verdict) = devices.get(&host.device()) {
+            return verdict.is_ok();
+        }
+        let verdict = self.backend.self_check(host.device());
+        let fit = verdict.is_ok();
+        let text = match &verdict {
+            Ok(()) => format!("device {}: ready ({})", host.device(), crate::kernel::archs()),
+            Err(why) => format!("device {}: off, stock kernels run instead: {why}", host.device()),
+        };
+        if let Err(why) = &verdict {
+            lock(&self.stats).disabled = Some(why.clone());
+        }
+        lock(&self.messages).push((if fit { LogLevel::Info } else { LogLevel::Warn }, text));
+        devices.insert(host.device(), verdict);
+        fit
+    }
+
+    fn record(&self, host: &HostView, graph: GraphRef) {
+        if self.settings.dump.is_none() {
+            return;
+        }
+        let mut slot = lock(&self.dump);
+        let Some(dump) = slot.as_mut() else { return };
+        let record = GraphRecord::capture(*host, graph);
+        if !dump.seen.insert(record.digest()) {
+            return;
+        }
+        let written = writeln!(dump.file, "{}", record.to_json_line()).and_then(|()| dump.file.sync_data());
+        dump.left -= 1;
+        if let Err(e) = &written {
+            lock(&self.messages).push((LogLevel::Warn, format!("GGML_FLASHRT_DUMP: {e}; recording ends")));
+        }
+        if written.is_err() || dump.left == 0 {
+            *slot = None;
+        }
+    }
+
+    /// Makes the plan of this graph the newest. False: there is none.
+    fn activate_plan(&self, context: &mut Context, host: &HostView, graph: GraphRef) -> bool {
+        let nodes = graph.node_addresses();
+        let contents = if graph.uid() == 0 { contents(graph) } else { Vec::new() };
+        let generation = self.generation.load(Relaxed);
+        context.plans.retain(|p| p.generation == generation);
+        let known =
+            context.plans.iter().position(|p| p.uid == graph.uid() && p.nodes == nodes && p.contents == contents);
+        let plan = match known {
+            Some(i) => context.plans.remove(i),
+            None => self.make_plan(context, host, graph, contents),
+        };
+        let Some(mut plan) = plan else { return false };
+        for site in &mut plan.sites {
+            site.fired = false;
+        }
+        let mut stats = lock(&self.stats);
+        stats.evaluations += 1;
+        for (counters, n) in stats.windows.iter_mut().zip(&plan.counts) {
+            counters.evaluated += n;
+        }
+        while context.plans.len() >= MAX_PLANS {
+            context.plans.pop_front();
+        }
+        context.plans.push_back(plan);
+        true
+    }
+
+    fn make_plan(&self, context: &mut Context, host: &HostView, graph: GraphRef, contents: Vec<u64>) -> Option<Plan> {
+        let off = lock(&self.off).clone();
+        let matched = match_graph(graph, *host, |window| !off[window]);
+        let edges = edges(&matched, graph, *host);
+        let layout = Layout::new(&matched, &edges);
+        let base = match context.arena.reserve(layout.bytes, &*self.backend) {
+            Ok(base) => base,
+            Err(e) => {
+                let text = format!("no memory for {} bytes of scratch: {e}; stock kernels run instead", layout.bytes);
+                lock(&self.messages).push((LogLevel::Warn, text));
+                return None;
+            }
+        };
+        let mut starts = vec![0; graph.len()];
+        let mut sites = Vec::with_capacity(matched.sites.len());
+        for (i, site) in matched.sites.iter().enumerate() {
+            let incoming = edges.iter().position(|e| e.consumers.contains(&i));
+            let outgoing = edges.iter().position(|e| e.producer == i);
+            let q8 = |e: usize| Q8Buffer::at(base + layout.edges[e], edges[e].k, edges[e].n_tokens);
+            let resources = Resources {
+                scratch: base + layout.scratch[i],
+                input_q8: incoming.map(q8),
+                output_q8: outgoing.map(q8),
+                drop_output_f32: outgoing.is_some_and(|e| edges[e].drop_f32),
+            };
+            enter_window(Some(site.window));
+            let calls = (site.window().calls)(&site.m, &resources);
+            enter_window(None);
+            starts[site.m.start] = i as u32 + 1;
+            sites.push(PlannedSite {
+                window: site.window,
+                start: site.m.start,
+                len: site.m.end - site.m.start,
+                calls,
+                producer: incoming.map(|e| edges[e].producer),
+                bound: incoming.is_some_and(|e| edges[e].drop_f32),
+                fired: false,
+            });
+        }
+        self.count(context, host, &matched);
+        let mut counts = vec![0; WINDOWS.len()];
+        for site in &sites {
+            counts[site.window] += 1;
+        }
+        debug_assert!(sites.windows(2).all(|w| w[0].start + w[0].len <= w[1].start));
+        Some(Plan {
+            uid: graph.uid(),
+            nodes: graph.node_addresses().to_vec(),
+            contents,
+            sites,
+            starts,
+            counts,
+            generation: self.generation.load(Relaxed),
+        })
+    }
+
+    fn count(&self, context: &mut Context, host: &HostView, matched: &Matched) {
+        let mut stats = lock(&self.stats);
+        stats.plans += 1;
+        for site in &matched.sites {
+            stats.windows[site.window].sites += 1;
+        }
+        for d in &matched.declined {
+            *stats.windows[d.window].declined.entry(d.decline.reason).or_default() += 1;
+            if self.settings.debug {
+                let text =
+                    format!("{} declines {:?}: {}: {}", WINDOWS[d.window].name, d.node, d.decline.reason, d.decline.detail);
+                if context.explained.len() < MAX_EXPLAINED && context.explained.insert(text.clone()) {
+                    host.log(LogLevel::Info, &format!("flashrt: {text}"));
+                }
+            }
+        }
+    }
+}
+
+/// Most declined sites that `GGML_FLASHRT_DEBUG=1` explains for one context.
+const MAX_EXPLAINED: usize = 4096;
+
+/// Everything of the nodes that a plan depends on.
+fn contents(graph: GraphRef) -> Vec<u64> {
+    let mut words = Vec::with_capacity(graph.len() * 48);
+    for node in graph.nodes() {
+        let raw = node.raw();
+        words.extend([raw.dtype as u64, raw.op as u64, raw.flags as u64, raw.data as u64, raw.buffer as u64]);
+        words.extend(raw.ne.iter().map(|&n| n as u64));
+        words.extend(raw.nb.iter().map(|&n| n as u64));
+        words.extend(raw.op_params.chunks(2).map(|p| p[0] as u32 as u64 | (p[1] as u32 as u64) << 32));
+        words.push(graph.uses(node) as u64);
+        for src in node.srcs() {
+            let raw = src.raw();
+            words.extend([src.address() as u64, raw.data as u64, raw.dtype as u64, raw.buffer as u64]);
+            words.extend(raw.ne.iter().map(|&n| n as u64));
+            words.extend(raw.nb.iter().map(|&n| n as u64));
+        }
+    }
+    words
+}
+
+/// Where scratch and hand-offs of a plan lie, as offsets.
+struct Layout {
+    scratch: Vec<usize>,
+    edges: Vec<usize>,
+    bytes: usize,
+}
+
+impl Layout {
+    /// First fit by lifetime: from the run that makes a piece to the last run that reads it.
+    fn new(matched: &Matched, edges: &[Edge]) -> Layout {
+        let sites = &matched.sites;
+        let mut pieces: Vec<(usize, usize, usize)> = Vec::new();
+        let scratch_bytes: Vec<usize> = sites.iter().map(|s| (s.window().scratch_bytes)(&s.m)).collect();
+        pieces.extend(scratch_bytes.iter().enumerate().map(|(i, &bytes)| (i, i, bytes)));
+        pieces.extend(edges.iter().map(|e| (e.producer, *e.consumers.iter().max().expect("has one"), e.bytes())));
+
+        let mut placed: Vec<(usize, usize, usize, usize)> = Vec::new();
+        let mut offsets = vec![0; pieces.len()];
+        let mut order: Vec<usize> = (0..pieces.len()).collect();
+        order.sort_by_key(|&i| pieces[i].0);
+        for i in order {
+            let (first, last, bytes) = pieces[i];
+            let bytes = bytes.next_multiple_of(Q8Buffer::ALIGN);
+            let mut offset = 0;
+            placed.retain(|p| p.1 >= first);
+            placed.sort_by_key(|p| p.2);
+            for &(_, _, start, end) in &placed {
+                if offset + bytes <= start {
+                    break;
+                }
+                offset = offset.max(end);
+            }
+            offsets[i] = offset;
+            if bytes > 0 {
+                placed.push((first, last, offset, offset + bytes));
+            }
+        }
+        let end = |i: usize| offsets[i] + pieces[i].2.next_multiple_of(Q8Buffer::ALIGN);
+        let bytes = (0..pieces.len()).map(end).max().unwrap_or(0);
+        let edges = offsets.split_off(sites.len());
+        Layout { scratch: offsets, edges, bytes }
+    }
+}
+
+extern "C" fn print_stats() {
+    let Some(engine) = GLOBAL.get() else { return };
+    let stats = engine.stats();
+    match &engine.settings.stats {
+        Some(StatsTarget::File(path)) => {
+            let temporary = path.with_extension("tmp");
+            let written = std::fs::write(&temporary, stats.to_json()).and_then(|()| std::fs::rename(&temporary, path));
+            if let Err(e) = written {
+                eprintln!("flashrt: GGML_FLASHRT_STATS: cannot write {}: {e}", path.display());
+            }
+        }
+        _ => eprint!("{}", stats.to_table()),
+    }
+}

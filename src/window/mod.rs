@@ -1,0 +1,206 @@
+//! Windows: chains of ggml nodes that one fused kernel, or two, can replace.
+//!
+//! A window is data (a [`Pattern`], which aliases it survives) plus two functions: a guard, which knows what only this window
+//! knows, and a plan, which turns a match into kernel calls. Everything that could corrupt somebody's results is checked
+//! once, in [`checks`], for all windows. To add one: write `src/window/<noun>.rs`, name it in [`WINDOWS`], and give it the
+//! files with the same noun in `csrc`, `src/reference`, `tests` and `docs/windows`.
+
+pub mod checks;
+pub mod engine;
+mod match_graph;
+pub mod pattern;
+pub mod settings;
+mod stats;
+
+mod add_norm;
+mod call;
+mod gemv_res;
+mod glu_gemv;
+mod mat_vec;
+mod qkv_gemv;
+mod sandwich_norm;
+
+pub use match_graph::{edges, match_graph, Edge, Site};
+pub use stats::{Counters, Stats};
+
+use crate::graph::{HostView, Tensor};
+pub use call::KernelCall;
+use pattern::{Match, Pattern, Role};
+
+/// How an output may share memory with an input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Alias {
+    /// Same address, shape and strides: every element or row is read before it is written.
+    Exact,
+    /// In any way: all reads of the input are over before the first write.
+    Any,
+}
+
+/// An input that an output may lie over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MayAlias {
+    /// The input.
+    pub input: Role,
+    /// The output.
+    pub output: Role,
+    /// In which way.
+    pub alias: Alias,
+}
+
+const fn exact(input: Role, output: Role) -> MayAlias {
+    MayAlias { input, output, alias: Alias::Exact }
+}
+
+const fn any(input: Role, output: Role) -> MayAlias {
+    MayAlias { input, output, alias: Alias::Any }
+}
+
+/// Why a window leaves a site to stock ggml.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Decline {
+    /// The kind of reason: what the statistics count.
+    pub reason: &'static str,
+    /// What was found, for `GGML_FLASHRT_DEBUG=1`.
+    pub detail: String,
+}
+
+impl Decline {
+    /// A reason and what was found.
+    pub fn new(reason: &'static str, detail: impl Into<String>) -> Decline {
+        Decline { reason, detail: detail.into() }
+    }
+}
+
+/// Where a window's kernels find what is not in the graph.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Resources {
+    /// Start of the window's scratch bytes.
+    pub scratch: usize,
+    /// The input as q8 blocks, when its producer hands it over.
+    pub input_q8: Option<Q8Buffer>,
+    /// Where to leave the output as q8 blocks, when a reader wants them.
+    pub output_q8: Option<Q8Buffer>,
+    /// The f32 form of the output is read by nobody.
+    pub drop_output_f32: bool,
+}
+
+/// Device memory of a q8 hand-off: see `frt_q8` in `csrc/flashrt_kernels.h`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Q8Buffer {
+    /// Quants: `[n_tokens][k]` bytes.
+    pub qs: usize,
+    /// Scales and sums: `[n_tokens][k / 32][2]` floats.
+    pub ds: usize,
+}
+
+impl Q8Buffer {
+    /// Alignment of a hand-off.
+    pub const ALIGN: usize = 256;
+
+    /// Bytes of a hand-off of `n_tokens` rows of `k` values.
+    pub fn bytes(k: usize, n_tokens: usize) -> usize {
+        let qs = (k * n_tokens).next_multiple_of(Self::ALIGN);
+        qs + (k / 32 * n_tokens * 8).next_multiple_of(Self::ALIGN)
+    }
+
+    /// A hand-off at `address`.
+    pub fn at(address: usize, k: usize, n_tokens: usize) -> Q8Buffer {
+        Q8Buffer { qs: address, ds: address + (k * n_tokens).next_multiple_of(Self::ALIGN) }
+    }
+}
+
+/// One window of the table.
+pub struct Window {
+    /// Name, as users write it in switches.
+    pub name: &'static str,
+    /// The equation.
+    pub computes: &'static str,
+    /// The ops it replaces, for people.
+    pub replaces: &'static str,
+    /// Least compute capability, times 10.
+    pub min_cc: i32,
+    /// `GGML_FLASHRT_NO_<NAME>`.
+    pub switch: &'static str,
+    /// The chain of nodes.
+    pub pattern: fn() -> &'static Pattern,
+    /// Inputs that outputs may lie over.
+    pub may_alias: &'static [MayAlias],
+    /// Kernels hand intermediate results through scratch memory.
+    pub uses_scratch: bool,
+    /// The input that could come as q8 blocks, if this match wants them.
+    pub q8_input: fn(&Match) -> Option<Role>,
+    /// The output that could be left as q8 blocks.
+    pub q8_output: Option<Role>,
+    /// Types, shapes, strides and parameters.
+    pub guard: fn(&Match, HostView) -> Result<(), Decline>,
+    /// Scratch bytes a match needs.
+    pub scratch_bytes: fn(&Match) -> usize,
+    /// The kernel calls of a match that passed the guard.
+    pub calls: fn(&Match, &Resources) -> Vec<KernelCall>,
+}
+
+impl std::fmt::Debug for Window {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+/// All windows, by priority: an earlier one takes its nodes first.
+pub static WINDOWS: &[&Window] = &[
+    &qkv_gemv::QKV_GEMV,
+    &sandwich_norm::SANDWICH_NORM,
+    &add_norm::ADD_NORM,
+    &glu_gemv::GLU_GEMV,
+    &gemv_res::GEMV_RES,
+];
+
+/// Index of QKV_GEMV in [`WINDOWS`].
+const QKV_GEMV_INDEX: usize = 0;
+
+/// Is this window part of this build?
+pub fn compiled() -> bool {
+    cfg!(feature = "cuda")
+}
+
+/// `t` is f32 and its rows are one after another or apart by a whole number of floats.
+fn f32_rows(role: Role, t: Tensor) -> Result<(), Decline> {
+    if !t.is(crate::graph::DType::F32) {
+        return Err(Decline::new("type", format!("{role} {t:?} is not f32")));
+    }
+    let nb = t.nb();
+    let plain = nb[0] == 4 && nb[1] % 4 == 0 && t.ne()[2] == 1 && t.ne()[3] == 1;
+    if !plain || t.is_empty() {
+        return Err(Decline::new("layout", format!("{role} {t:?} has strides {nb:?}")));
+    }
+    if t.data() % 4 != 0 {
+        return Err(Decline::new("layout", format!("{role} {t:?} is not aligned")));
+    }
+    Ok(())
+}
+
+/// `t` is one contiguous f32 row of `n` values.
+fn f32_vector(role: Role, t: Tensor, n: i64) -> Result<(), Decline> {
+    f32_rows(role, t)?;
+    if t.ne() != [n, 1, 1, 1] {
+        return Err(Decline::new("shape", format!("{role} {t:?} is not a vector of {n}")));
+    }
+    Ok(())
+}
+
+/// Floats from one row of `t` to the next.
+fn row_stride(t: Tensor) -> i64 {
+    (t.nb()[1] / 4) as i64
+}
+
+/// All operation parameters from `first` on are zero: none that this version does not know of.
+fn no_params_from(role: Role, t: Tensor, first: usize) -> Result<(), Decline> {
+    match t.raw().op_params[first..].iter().position(|&p| p != 0) {
+        None => Ok(()),
+        Some(i) => Err(Decline::new("parameter", format!("{role} {t:?} has parameter {} set", first + i))),
+    }
+}
+
+/// A hand-off as kernels take it.
+fn q8_or_none(buffer: Option<Q8Buffer>) -> crate::kernel::Q8 {
+    buffer.map_or(crate::kernel::Q8::NONE, |b| crate::kernel::Q8 { qs: b.qs as _, ds: b.ds as _ })
+}

@@ -1,0 +1,310 @@
+//! Patterns: dataflow of a window, and the search for it in a run of nodes.
+//!
+//! A pattern is a list of steps. Each names its result and its operands; an operand that is no step's name is external and
+//! stands for one and the same tensor wherever it occurs. Steps may be found in any order that respects the dataflow, so the
+//! branches of a pattern may come in any order. Views between a step and its reader are looked through as long as they show
+//! all of its elements in order.
+
+use crate::graph::{GraphRef, Op, Tensor};
+
+/// Name of a tensor in a pattern.
+pub type Role = &'static str;
+
+/// Most steps a pattern may have.
+pub const MAX_STEPS: usize = 20;
+/// Most external tensors a pattern may have.
+pub const MAX_EXTERNALS: usize = 20;
+/// Most operands a step may have.
+pub const MAX_OPERANDS: usize = 3;
+
+/// Is a step always there?
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Presence {
+    /// No match without it.
+    Required,
+    /// May be missing; its readers then read its first operand.
+    Optional,
+    /// There exactly when the named step is.
+    With(Role),
+}
+
+/// One operation of a pattern.
+#[derive(Debug, Clone, Copy)]
+pub struct Step {
+    /// Name of the result.
+    pub result: Role,
+    /// The operation.
+    pub op: Op,
+    /// Names of the operands, in the host's order. A name ending in `?` may be absent.
+    pub operands: &'static [Role],
+    /// The first two operands may be exchanged.
+    pub commutes: bool,
+    /// Whether the step may be missing.
+    pub presence: Presence,
+}
+
+impl Step {
+    /// `result = op(operands…)`.
+    pub const fn new(result: Role, op: Op, operands: &'static [Role]) -> Step {
+        Step { result, op, operands, commutes: false, presence: Presence::Required }
+    }
+
+    /// The first two operands may be exchanged.
+    pub const fn commutes(mut self) -> Step {
+        self.commutes = true;
+        self
+    }
+
+    /// The step may be missing.
+    pub const fn optional(mut self) -> Step {
+        self.presence = Presence::Optional;
+        self
+    }
+
+    /// The step is there exactly when `other` is.
+    pub const fn with(mut self, other: Role) -> Step {
+        self.presence = Presence::With(other);
+        self
+    }
+}
+
+/// An operand with its name resolved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Operand {
+    Step(usize),
+    External { slot: usize, optional: bool },
+}
+
+/// A pattern ready to be searched for.
+#[derive(Debug)]
+pub struct Pattern {
+    steps: &'static [Step],
+    operands: Vec<Vec<Operand>>,
+    externals: Vec<Role>,
+    outputs: Vec<usize>,
+    with: Vec<Option<usize>>,
+}
+
+impl Pattern {
+    /// Resolves the names. `outputs` are the steps whose results others may read.
+    ///
+    /// # Panics
+    /// On a pattern that contradicts itself: it is part of the program.
+    pub fn new(steps: &'static [Step], outputs: &[Role]) -> Pattern {
+        assert!(!steps.is_empty() && steps.len() <= MAX_STEPS, "a pattern has 1 to {MAX_STEPS} steps");
+        let step = |name: Role| steps.iter().position(|s| s.result == name);
+        let mut externals: Vec<Role> = Vec::new();
+        let mut operands = Vec::new();
+        for (i, s) in steps.iter().enumerate() {
+            assert!(s.operands.len() <= MAX_OPERANDS);
+            let resolved = s.operands.iter().map(|&name| match step(name) {
+                Some(earlier) => {
+                    assert!(earlier < i, "{name} is read before it is made");
+                    Operand::Step(earlier)
+                }
+                None => {
+                    let (base, optional) = name.strip_suffix('?').map_or((name, false), |base| (base, true));
+                    let slot = externals.iter().position(|&e| e == base).unwrap_or_else(|| {
+                        externals.push(base);
+                        externals.len() - 1
+                    });
+                    Operand::External { slot, optional }
+                }
+            });
+            operands.push(resolved.collect());
+        }
+        assert!(externals.len() <= MAX_EXTERNALS);
+        let outputs = outputs.iter().map(|&o| step(o).expect("an output is a step")).collect();
+        let with = steps
+            .iter()
+            .map(|s| match s.presence {
+                Presence::With(other) => Some(step(other).expect("`with` names a step")),
+                _ => None,
+            })
+            .collect();
+        Pattern { steps, operands, externals, outputs, with }
+    }
+
+    /// The steps.
+    pub fn steps(&self) -> &'static [Step] {
+        self.steps
+    }
+
+    /// Names of the external tensors.
+    pub fn externals(&self) -> &[Role] {
+        &self.externals
+    }
+
+    /// Operation that the first node of a run can have.
+    fn may_start_with(&self, op: Op) -> bool {
+        self.steps.iter().zip(&self.operands).any(|(s, operands)| {
+            s.op == op && operands.iter().all(|o| !matches!(o, Operand::Step(e) if self.is_required(*e)))
+        })
+    }
+
+    fn is_required(&self, step: usize) -> bool {
+        self.steps[step].presence == Presence::Required
+    }
+}
+
+/// What a pattern's names stand for.
+#[derive(Clone)]
+pub struct Match<'g> {
+    pattern: &'g Pattern,
+    steps: [Option<Tensor<'g>>; MAX_STEPS],
+    externals: [Option<Tensor<'g>>; MAX_EXTERNALS],
+    /// Index of the run's first node.
+    pub start: usize,
+    /// Index past the run's last node.
+    pub end: usize,
+}
+
+impl<'g> Match<'g> {
+    /// The tensor with this name, if it is there. The result of a missing optional step is that of its first operand.
+    pub fn get(&self, role: Role) -> Option<Tensor<'g>> {
+        match self.pattern.steps.iter().position(|s| s.result == role) {
+            Some(step) => self.result(step),
+            None => self.pattern.externals.iter().position(|&e| e == role).and_then(|slot| self.externals[slot]),
+        }
+    }
+
+    /// The tensor with this name.
+    ///
+    /// # Panics
+    /// When the pattern does not guarantee that it is there.
+    pub fn tensor(&self, role: Role) -> Tensor<'g> {
+        self.get(role).unwrap_or_else(|| panic!("{role} is not part of this match"))
+    }
+
+    /// Is the step with this name itself there?
+    pub fn has(&self, step: Role) -> bool {
+        self.node(step).is_some()
+    }
+
+    /// The node of a step, without falling back to its operand when it is missing.
+    pub fn node(&self, step: Role) -> Option<Tensor<'g>> {
+        self.pattern.steps.iter().position(|s| s.result == step).and_then(|i| self.steps[i])
+    }
+
+    /// The results that others may read: for a missing optional output, what takes its place.
+    pub fn outputs(&self) -> impl Iterator<Item = (Role, Tensor<'g>)> + '_ {
+        self.pattern.outputs.iter().filter_map(|&o| Some((self.pattern.steps[o].result, self.result(o)?)))
+    }
+
+    /// Every node of a step.
+    pub fn nodes(&self) -> impl Iterator<Item = (Role, Tensor<'g>)> + '_ {
+        self.pattern.steps.iter().zip(&self.steps).filter_map(|(s, t)| Some((s.result, (*t)?)))
+    }
+
+    /// Every external tensor.
+    pub fn externals(&self) -> impl Iterator<Item = (Role, Tensor<'g>)> + '_ {
+        self.pattern.externals.iter().zip(&self.externals).filter_map(|(&role, t)| Some((role, (*t)?)))
+    }
+
+    fn result(&self, step: usize) -> Option<Tensor<'g>> {
+        self.steps[step].or_else(|| match self.pattern.operands[step].first() {
+            Some(Operand::Step(earlier)) if !self.pattern.is_required(step) => self.result(*earlier),
+            _ => None,
+        })
+    }
+
+    fn is_complete(&self) -> bool {
+        (0..self.pattern.steps.len()).all(|i| match self.pattern.with[i] {
+            Some(other) => self.steps[i].is_some() == self.steps[other].is_some(),
+            None => self.steps[i].is_some() || !self.pattern.is_required(i),
+        })
+    }
+}
+
+/// The tensor whose elements `t` shows, all of them and in order, through any number of views.
+pub fn look_through<'g>(graph: GraphRef<'g>, t: Tensor<'g>) -> Tensor<'g> {
+    let mut t = t;
+    while matches!(graph.op(t), Op::View | Op::Reshape) {
+        let Some(src) = t.src(0) else { break };
+        let same = t.data() == src.data()
+            && t.raw().dtype == src.raw().dtype
+            && t.ne().iter().product::<i64>() == src.ne().iter().product::<i64>()
+            && t.is_contiguous()
+            && src.is_contiguous();
+        if !same {
+            break;
+        }
+        t = src;
+    }
+    t
+}
+
+/// Finds a pattern at node `start`: the longest run of nodes that completes it.
+pub fn find<'g>(pattern: &'g Pattern, graph: GraphRef<'g>, ops: &[Op], start: usize) -> Option<Match<'g>> {
+    if !ops.get(start).is_some_and(|&op| pattern.may_start_with(op)) {
+        return None;
+    }
+    let state = Match { pattern, steps: [None; MAX_STEPS], externals: [None; MAX_EXTERNALS], start, end: start };
+    extend(graph, ops, state)
+}
+
+fn extend<'g>(graph: GraphRef<'g>, ops: &[Op], state: Match<'g>) -> Option<Match<'g>> {
+    let pattern = state.pattern;
+    let mut position = state.end;
+    while position < ops.len() && ops[position].is_view() {
+        position += 1;
+    }
+    if position < ops.len() {
+        let node = graph.node(position);
+        for (i, step) in pattern.steps.iter().enumerate() {
+            if state.steps[i].is_some() || step.op != ops[position] {
+                continue;
+            }
+            for exchanged in [false, true] {
+                if exchanged && !step.commutes {
+                    break;
+                }
+                let mut next = state.clone();
+                if bind(graph, &mut next, i, node, exchanged) {
+                    next.end = position + 1;
+                    if let Some(found) = extend(graph, ops, next) {
+                        return Some(found);
+                    }
+                }
+            }
+        }
+    }
+    (state.end > state.start && state.is_complete()).then_some(state)
+}
+
+/// Takes `node` for step `i` if its operands agree with what is bound already.
+fn bind<'g>(graph: GraphRef<'g>, state: &mut Match<'g>, i: usize, node: Tensor<'g>, exchanged: bool) -> bool {
+    let pattern = state.pattern;
+    if let Some(other) = pattern.with[i] {
+        if state.steps[other].is_none() {
+            return false;
+        }
+    }
+    let operands = &pattern.operands[i];
+    for (position, &operand) in operands.iter().enumerate() {
+        let source = node.src(if exchanged && position < 2 { 1 - position } else { position });
+        match (operand, source) {
+            (Operand::Step(earlier), Some(source)) => {
+                if state.result(earlier) != Some(look_through(graph, source)) {
+                    return false;
+                }
+            }
+            (Operand::External { slot, .. }, Some(source)) => match state.externals[slot] {
+                Some(bound) if bound != source => return false,
+                _ => state.externals[slot] = Some(source),
+            },
+            (Operand::External { optional: true, slot }, None) => {
+                if state.externals[slot].is_some() {
+                    return false;
+                }
+            }
+            (_, None) => return false,
+        }
+    }
+    // Operands that the pattern does not know of would be ignored.
+    if (operands.len()..crate::graph::raw::MAX_SRC).any(|extra| node.src(extra).is_some()) {
+        return false;
+    }
+    state.steps[i] = Some(node);
+    true
+}

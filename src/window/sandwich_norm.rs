@@ -1,0 +1,44 @@
+//! SANDWICH_NORM: the norm after a block, the residual addition, and the norm before the next block, in one launch.
+
+use super::add_norm::{guard_rows, norm_calls};
+use super::pattern::{Match, Pattern, Step};
+use super::{exact, f32_vector, no_params_from, Decline, MayAlias, Window};
+use crate::graph::{HostView, Op};
+use std::sync::LazyLock;
+
+static STEPS: &[Step] = &[
+    Step::new("n1", Op::RmsNorm, &["h"]),
+    Step::new("p", Op::Mul, &["n1", "w1"]).commutes(),
+    Step::new("y", Op::Add, &["p", "x"]).commutes(),
+    Step::new("n2", Op::RmsNorm, &["y"]),
+    Step::new("z", Op::Mul, &["n2", "w2"]).commutes(),
+];
+static PATTERN: LazyLock<Pattern> = LazyLock::new(|| Pattern::new(STEPS, &["y", "z"]));
+
+/// A block reads its rows of h and x whole before it writes.
+const MAY_ALIAS: &[MayAlias] = &[exact("h", "y"), exact("h", "z"), exact("x", "y"), exact("x", "z")];
+
+/// The window.
+pub static SANDWICH_NORM: Window = Window {
+    name: "SANDWICH_NORM",
+    computes: "y = x + rms_norm(h) * w1;  z = rms_norm(y) * w2",
+    replaces: "RMS_NORM, MUL, ADD, RMS_NORM, MUL",
+    min_cc: 80,
+    switch: "GGML_FLASHRT_NO_SANDWICH_NORM",
+    pattern: || &PATTERN,
+    may_alias: MAY_ALIAS,
+    uses_scratch: false,
+    q8_input: |_| None,
+    q8_output: Some("z"),
+    guard,
+    scratch_bytes: |_| 0,
+    calls: norm_calls,
+};
+
+fn guard(m: &Match, _host: HostView) -> Result<(), Decline> {
+    guard_rows(m)?;
+    let n = m.tensor("h").ne()[0];
+    f32_vector("w1", m.tensor("w1"), n)?;
+    no_params_from("n1", m.tensor("n1"), 1)?;
+    no_params_from("p", m.tensor("p"), 0)
+}

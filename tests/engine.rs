@@ -1,0 +1,317 @@
+//! The engine around the windows: plans, switches, failures, order, memory.
+
+mod support;
+
+use ggml_flashrt::abi::host::{FLASHRT_HOST_CAPTURING, FLASHRT_HOST_FUSION_OFF};
+use ggml_flashrt::graph::dump::GraphRecord;
+use ggml_flashrt::graph::{GraphRef, HostView, OwnedGraph};
+use ggml_flashrt::window::engine::{Engine, EvalStatus};
+use ggml_flashrt::window::settings::Settings;
+use ggml_flashrt::window::WINDOWS;
+use support::machine::{difference, run_stock, run_with, FakeDevice, Memory};
+use support::model::{model, Family, Shape};
+
+struct Bench {
+    record: GraphRecord,
+    owned: OwnedGraph,
+    memory: Memory,
+    device: FakeDevice,
+    engine: Engine,
+}
+
+fn bench_with(record: GraphRecord, vars: &[(&str, &str)], change: impl FnOnce(&mut FakeDevice)) -> Bench {
+    let memory = Memory::for_graph(&record, 5);
+    let mut device = FakeDevice::new(memory.clone());
+    change(&mut device);
+    let settings = Settings::from_vars(vars.iter().map(|(k, v)| (k.to_string(), v.to_string())));
+    let engine = Engine::new(settings, Box::new(device.clone()));
+    Bench { owned: OwnedGraph::new(&record).unwrap(), record, memory, device, engine }
+}
+
+fn bench() -> Bench {
+    bench_with(model(Shape { n_tokens: 2, ..Shape::tiny(Family::Llama) }), &[], |_| {})
+}
+
+fn windows_of(bench: &Bench) -> Vec<&'static str> {
+    let stats = bench.engine.stats();
+    WINDOWS.iter().zip(&stats.windows).filter(|(_, c)| c.fired > 0).map(|(w, _)| w.name).collect()
+}
+
+/// One evaluation through the hook; what it left must be what the nodes give.
+fn evaluate(bench: &Bench) -> usize {
+    *bench.device.memory.lock().unwrap() = bench.memory.clone();
+    let run = run_with(&bench.engine, &bench.device, &bench.owned, &bench.record);
+    assert_eq!(run.status, EvalStatus::Ok);
+    let stock = run_stock(&bench.record, &bench.memory);
+    assert_eq!(difference(&bench.record, &stock, &run.memory), None);
+    run.taken.len()
+}
+
+#[test]
+fn each_switch_removes_its_window_alone_and_results_stay() {
+    let record = model(Shape { n_tokens: 2, ..Shape::tiny(Family::Gemma3) });
+    let all = bench_with(record.clone(), &[], |_| {});
+    evaluate(&all);
+    for name in windows_of(&all) {
+        let switch = WINDOWS.iter().find(|w| w.name == name).unwrap().switch;
+        let one_off = bench_with(record.clone(), &[(switch, "1")], |_| {});
+        evaluate(&one_off);
+        assert!(!windows_of(&one_off).contains(&name), "{switch} had no effect");
+    }
+}
+
+#[test]
+fn the_master_switch_removes_everything() {
+    for name in ["GGML_FLASHRT_DISABLE", "GGML_CUDA_FLASHRT_DISABLE"] {
+        let b = bench_with(model(Shape::tiny(Family::Llama)), &[(name, "1")], |_| {});
+        assert_eq!(evaluate(&b), 0);
+        assert!(b.device.launches.lock().unwrap().is_empty());
+        assert!(b.engine.stats_json().contains("GGML_FLASHRT_DISABLE"));
+    }
+}
+
+#[test]
+fn fusion_off_in_the_host_is_off_here() {
+    let mut b = bench();
+    b.owned.host_mut().flags = FLASHRT_HOST_FUSION_OFF;
+    assert_eq!(evaluate(&b), 0);
+    b.owned.host_mut().flags = 0;
+    assert!(evaluate(&b) > 0, "and comes back with it");
+}
+
+#[test]
+fn a_plan_is_made_once_for_a_uid() {
+    let b = bench();
+    let taken = evaluate(&b);
+    for _ in 0..5 {
+        assert_eq!(evaluate(&b), taken);
+    }
+    let stats = b.engine.stats();
+    assert_eq!((stats.plans, stats.evaluations), (1, 6));
+    let sites: u64 = stats.windows.iter().map(|c| c.sites).sum();
+    let evaluated: u64 = stats.windows.iter().map(|c| c.evaluated).sum();
+    assert_eq!((sites, evaluated), (taken as u64, 6 * taken as u64));
+}
+
+/// Graph views and RPC graphs have no uid and repeat pointers with other contents.
+#[test]
+fn without_a_uid_contents_decide() {
+    let mut record = model(Shape { n_tokens: 2, ..Shape::tiny(Family::Llama) });
+    record.uid = 0;
+    let b = bench_with(record.clone(), &[], |_| {});
+    evaluate(&b);
+    evaluate(&b);
+    assert_eq!(b.engine.stats().plans, 1, "same contents, same plan");
+
+    // The same structs with another eps: the address of every node stays.
+    let norm = record.tensors.iter().position(|t| t.name == "ffn_norm-0-n").unwrap();
+    record.tensors[norm].params = vec![support::model::f(5.0)];
+    let raw = std::ptr::from_ref(b.owned.tensor(norm).raw()).cast_mut();
+    // SAFETY: the host, which owns the struct, changes it between two evaluations.
+    unsafe { (*raw).op_params[0] = support::model::f(5.0) };
+    *b.device.memory.lock().unwrap() = b.memory.clone();
+    let run = run_with(&b.engine, &b.device, &b.owned, &record);
+    assert_eq!(difference(&record, &run_stock(&record, &b.memory), &run.memory), None, "a stale plan was used");
+    assert_eq!(b.engine.stats().plans, 2);
+}
+
+/// B18: memory does not climb over many different requests.
+#[test]
+fn plans_and_arena_are_bounded() {
+    let b = bench();
+    let mut record = b.record.clone();
+    for uid in 1..=500 {
+        record.uid = uid;
+        let owned = OwnedGraph::new(&record).unwrap();
+        *b.device.memory.lock().unwrap() = b.memory.clone();
+        run_with(&b.engine, &b.device, &owned, &record);
+    }
+    let (plans, bytes) = b.engine.footprint(b.owned.host().context());
+    assert!(plans <= 32, "{plans} plans");
+    assert!(bytes <= 1 << 20, "{bytes} bytes");
+    b.engine.context_free(b.owned.host().context());
+    assert_eq!(b.engine.footprint(b.owned.host().context()), (0, 0));
+}
+
+/// B15: nothing is matched, allocated or launched when the first sight of a graph is inside a capture.
+#[test]
+fn a_capturing_stream_is_left_to_stock() {
+    let mut b = bench();
+    b.owned.host_mut().flags = FLASHRT_HOST_CAPTURING;
+    assert_eq!(evaluate(&b), 0);
+    assert_eq!(b.engine.footprint(b.owned.host().context()), (0, 0));
+}
+
+/// B33, B49: a device on which a kernel does not run is left alone.
+#[test]
+fn a_failed_self_check_switches_the_device_off() {
+    let b = bench_with(model(Shape::tiny(Family::Llama)), &[], |d| d.check = Err("no kernel image".into()));
+    assert_eq!(evaluate(&b), 0);
+    assert!(b.engine.stats_json().contains("no kernel image"));
+}
+
+#[test]
+fn a_first_launch_that_fails_falls_back_and_switches_its_window_off() {
+    let b = bench();
+    *b.device.failing.lock().unwrap() = Some(0);
+    evaluate(&b);
+    let fired = |b: &Bench| b.engine.stats().windows[0].fired;
+    assert_eq!((WINDOWS[0].name, fired(&b)), ("QKV_GEMV", 0), "the first window of the graph");
+    evaluate(&b);
+    assert_eq!(fired(&b), 0, "it stays off");
+    assert_eq!(b.engine.stats().plans, 2, "planned again without it");
+}
+
+/// Every launch of an evaluation fails in turn: either stock took over and results are right, or the evaluation says that it
+/// failed. Never a wrong result reported as right.
+#[test]
+fn no_failed_launch_goes_unnoticed() {
+    let count = {
+        let b = bench();
+        evaluate(&b);
+        let launches = b.device.launches.lock().unwrap().len();
+        launches
+    };
+    let mut failed = 0;
+    for launch in 0..count {
+        let b = bench();
+        *b.device.failing.lock().unwrap() = Some(launch);
+        let run = run_with(&b.engine, &b.device, &b.owned, &b.record);
+        if run.status == EvalStatus::Failed {
+            failed += 1;
+            // The next evaluation works: the window is off.
+            evaluate(&b);
+        } else {
+            let stock = run_stock(&b.record, &b.memory);
+            assert_eq!(difference(&b.record, &stock, &run.memory), None, "launch {launch}");
+        }
+    }
+    assert!(failed > 0 && failed < count, "{failed} of {count}");
+}
+
+/// The host may put the nodes of a concurrent region into another order after the plan was made.
+#[test]
+fn another_order_of_nodes_is_another_plan() {
+    let b = bench();
+    let taken = evaluate(&b);
+    let mut record = b.record.clone();
+    // Exchange two independent neighbours: up and gate.
+    let up = record.nodes.iter().position(|&n| record.tensors[n].name == "ffn_up-0").unwrap();
+    let nodes = b.owned.graph().node_addresses();
+    let raw = nodes.as_ptr().cast_mut();
+    // SAFETY: the host owns the node list and changes it between two evaluations.
+    unsafe { std::ptr::swap(raw.add(up), raw.add(up + 1)) };
+    record.nodes.swap(up, up + 1);
+    *b.device.memory.lock().unwrap() = b.memory.clone();
+    let run = run_with(&b.engine, &b.device, &b.owned, &record);
+    assert_eq!(difference(&record, &run_stock(&record, &b.memory), &run.memory), None);
+    assert_eq!(run.taken.len(), taken, "either order matches");
+    assert_eq!(b.engine.stats().plans, 2);
+}
+
+/// After eval_begin the order changes under the engine's feet, as restoring a concurrent region does.
+#[test]
+fn a_changed_order_within_an_evaluation_declines() {
+    let mut record = model(Shape { n_tokens: 1, ..Shape::tiny(Family::Llama) });
+    // A region somewhere: hand-offs are then always written as f32 too.
+    let attn = record.tensors.iter().position(|t| t.name == "attn-0").unwrap();
+    record.tensors[attn].region = 2;
+    let b = bench_with(record, &[], |_| {});
+    let (host, graph): (HostView, GraphRef) = (b.owned.host(), b.owned.graph());
+    b.engine.eval_begin(&host, graph);
+    let up = b.record.nodes.iter().position(|&n| b.record.tensors[n].name == "ffn_up-0").unwrap();
+    let raw = graph.node_addresses().as_ptr().cast_mut();
+    // SAFETY: as above.
+    unsafe { std::ptr::swap(raw.add(up), raw.add(up + 1)) };
+    assert_eq!(b.engine.fuse(&host, graph, up), 0);
+    b.engine.eval_end(&host);
+}
+
+#[test]
+fn a_panic_in_a_window_switches_off_that_window_only() {
+    let b = bench_with(model(Shape { n_tokens: 2, ..Shape::tiny(Family::Llama) }), &[], |d| {
+        d.tamper = |call| {
+            if let ggml_flashrt::window::KernelCall::QkvTail(_) = call {
+                panic!("planted");
+            }
+        };
+    });
+    let (host, graph) = (b.owned.host(), b.owned.graph());
+    std::panic::set_hook(Box::new(|_| {}));
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        run_with(&b.engine, &b.device, &b.owned, &b.record)
+    }));
+    let _ = std::panic::take_hook();
+    assert!(panicked.is_err());
+    // What the boundary does.
+    b.engine.disable("planted");
+    assert!(!b.engine.is_disabled());
+    b.device.memory.clear_poison();
+    b.device.launches.clear_poison();
+    b.device.failing.clear_poison();
+    b.engine.eval_end(&host);
+    let _ = graph;
+    assert!(evaluate(&b) > 0);
+    let qkv = &b.engine.stats().windows[0];
+    assert_eq!((WINDOWS[0].name, qkv.fired), ("QKV_GEMV", 0));
+}
+
+#[test]
+fn concurrent_regions_keep_windows_within_a_branch() {
+    let mut record = model(Shape { n_tokens: 1, ..Shape::tiny(Family::Llama) });
+    let id = |r: &GraphRecord, name: &str| r.tensors.iter().position(|t| t.name == name).unwrap();
+    for (name, branch) in [("Qcur-0", 1), ("Qcur-0_rope", 1), ("Vcur-0", 2), ("Kcur-0", 3), ("Kcur-0_rope", 3)] {
+        let id = id(&record, name);
+        record.tensors[id].region = 16 + branch;
+    }
+    let fork = id(&record, "attn_norm-0");
+    record.tensors[fork].region = 1;
+    let join = id(&record, "attn-0");
+    record.tensors[join].region = 2;
+    let b = bench_with(record, &[], |_| {});
+    evaluate(&b);
+    let stats = b.engine.stats();
+    assert_eq!(stats.windows[0].fired, 0, "QKV_GEMV would cross branches");
+    assert_eq!(stats.windows[0].declined["concurrent region"], 1);
+    let gemv = WINDOWS.iter().position(|w| w.name == "GEMV_RES").unwrap();
+    assert!(stats.windows[gemv].fired >= 3 + 3, "each branch's mat-vec still fires alone");
+}
+
+#[test]
+fn the_order_is_kept_where_qkv_fires_whatever_the_batch() {
+    for n_tokens in [1, 7, 512] {
+        let record = model(Shape { n_tokens, n_kv: 512, ..Shape::small(Family::Llama) });
+        let b = OwnedGraph::new(&record).unwrap();
+        let engine = Engine::new(Settings::from_vars([]), Box::new(FakeDevice::new(Memory::for_graph(&model(Shape::tiny(Family::Llama)), 1))));
+        assert!(engine.graph_optimize(&b.host(), b.graph()), "{n_tokens}");
+        let off = Settings::from_vars([("GGML_FLASHRT_NO_QKV_GEMV".to_owned(), "1".to_owned())]);
+        let engine = Engine::new(off, Box::new(FakeDevice::new(Memory::for_graph(&model(Shape::tiny(Family::Llama)), 1))));
+        assert!(!engine.graph_optimize(&b.host(), b.graph()), "{n_tokens}");
+    }
+}
+
+#[test]
+fn dumps_hold_each_distinct_graph_once_and_read_back() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("graphs.jsonl");
+    let record = model(Shape { n_tokens: 2, ..Shape::tiny(Family::Gemma3) });
+    let b = bench_with(record.clone(), &[("GGML_FLASHRT_DUMP", path.to_str().unwrap())], |_| {});
+    evaluate(&b);
+    evaluate(&b);
+    let text = std::fs::read_to_string(&path).unwrap();
+    assert_eq!(text.lines().count(), 1);
+    let read: GraphRecord = serde_json::from_str(text.lines().next().unwrap()).unwrap();
+    let again = OwnedGraph::new(&read).unwrap();
+    let (a, b) = (again.graph(), b.owned.graph());
+    assert_eq!(a.len(), b.len());
+    for (x, y) in a.nodes().zip(b.nodes()) {
+        assert_eq!((x.name(), x.ne(), x.nb(), x.data(), a.uses(x)), (y.name(), y.ne(), y.nb(), y.data(), b.uses(y)));
+        assert_eq!(x.raw().op_params, y.raw().op_params);
+    }
+}
+
+#[test]
+fn an_unwritable_dump_is_said_and_harms_nothing() {
+    let b = bench_with(model(Shape { n_tokens: 2, ..Shape::tiny(Family::Llama) }), &[("GGML_FLASHRT_DUMP", "/nonexistent/x")], |_| {});
+    assert!(evaluate(&b) > 0);
+}

@@ -1,0 +1,145 @@
+//! The mirrors in src/kernel have the layout that a C compiler gives csrc/flashrt_kernels.h.
+
+use std::collections::BTreeMap;
+use std::mem::{offset_of, size_of};
+use std::path::Path;
+use std::process::Command;
+
+use ggml_flashrt::kernel::{GemvArgs, GemvSeg, Launch, NormArgs, QkvPart, QkvTailArgs, Rope, Q8};
+
+/// Adds size and offsets of a mirror under their C expressions. `field = c_name` where the names differ.
+macro_rules! layout {
+    ($map:ident, $rust:ty, $c:literal, $($field:ident $(= $c_field:literal)?),*) => {
+        $map.insert(format!("sizeof({})", $c), size_of::<$rust>());
+        $(
+            #[allow(unused_variables)]
+            let name = stringify!($field);
+            $(let name = $c_field;)?
+            $map.insert(format!("offsetof({}, {name})", $c), offset_of!($rust, $field));
+        )*
+    };
+}
+
+#[test]
+fn mirrors_match_the_header() {
+    let mut mirrors = BTreeMap::new();
+    layout!(mirrors, Launch, "frt_launch", stream, pdl, sm_count, cc);
+    layout!(mirrors, Q8, "frt_q8", qs, ds);
+    layout!(
+        mirrors,
+        NormArgs,
+        "frt_norm_args",
+        h,
+        h_stride,
+        x,
+        x_stride,
+        w1,
+        w2,
+        y,
+        y_stride,
+        z,
+        z_stride,
+        zq,
+        n_rows,
+        n_cols,
+        eps1,
+        eps2
+    );
+    layout!(
+        mirrors,
+        GemvSeg,
+        "frt_gemv_seg",
+        w,
+        row_bytes,
+        dst,
+        dst_stride,
+        bias,
+        res,
+        res_stride,
+        n_rows
+    );
+    layout!(
+        mirrors,
+        GemvArgs,
+        "frt_gemv_args",
+        ty = "type",
+        n_seg,
+        seg,
+        k,
+        n_tokens,
+        x,
+        x_stride,
+        xq,
+        glu,
+        out_q
+    );
+    layout!(
+        mirrors,
+        QkvPart,
+        "frt_qkv_part",
+        src,
+        src_stride,
+        dst,
+        row_bytes,
+        head_bytes,
+        rows,
+        rows_i64,
+        dst_type,
+        n_heads,
+        head_dim,
+        norm_w,
+        eps,
+        rope,
+        scale
+    );
+    layout!(
+        mirrors,
+        Rope,
+        "frt_rope",
+        pos,
+        freq_factors,
+        n_dims,
+        freq_base,
+        freq_scale,
+        ext_factor,
+        attn_factor,
+        corr_low,
+        corr_high
+    );
+    layout!(mirrors, QkvTailArgs, "frt_qkv_tail_args", part, n_parts, n_tokens, rope);
+
+    let c = c_layout(mirrors.keys());
+    assert_eq!(mirrors, c);
+}
+
+/// Evaluates C expressions over the header.
+fn c_layout<'a>(expressions: impl Iterator<Item = &'a String>) -> BTreeMap<String, usize> {
+    let prints: String = expressions
+        .map(|e| format!("    printf(\"%s=%zu\\n\", \"{e}\", {e});\n"))
+        .collect();
+    let program = format!(
+        "#include <stddef.h>\n#include <stdio.h>\n#include \"flashrt_kernels.h\"\nint main(void) {{\n{prints}    return 0;\n}}\n"
+    );
+    let dir = tempfile::tempdir().unwrap();
+    let (source, binary) = (dir.path().join("layout.c"), dir.path().join("layout"));
+    std::fs::write(&source, program).unwrap();
+    let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".into());
+    let csrc = Path::new(env!("CARGO_MANIFEST_DIR")).join("csrc");
+    let status = Command::new(compiler)
+        .arg("-I")
+        .arg(csrc)
+        .arg(&source)
+        .arg("-o")
+        .arg(&binary)
+        .status()
+        .unwrap();
+    assert!(status.success(), "the header compiles as C");
+    let output = Command::new(&binary).output().unwrap();
+    let lines = String::from_utf8(output.stdout).unwrap();
+    let value = |line: &str| {
+        line.split_once('=')
+            .map(|(e, n)| (e.to_string(), n.parse().unwrap()))
+            .unwrap()
+    };
+    lines.lines().map(value).collect()
+}

@@ -1,0 +1,323 @@
+//! `cargo xtask test`: everything that CI checks, stage by stage. A stage fails with one line; the first failure ends the run.
+
+use crate::context::Context;
+use crate::fetch;
+use crate::files::{self, IoContext};
+use crate::host::{self, Backend, Extent, Plan};
+use crate::job::Job;
+use crate::patch::{self, Patched};
+use crate::sass;
+use crate::style::{self, show};
+use crate::tools::{self, Cuda, Tools};
+use crate::Llama;
+use anyhow::{ensure, Context as _, Result};
+use clap::Args;
+use serde::Deserialize;
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+/// The hook must stay reviewable.
+const HOOK_LINES: usize = 60;
+
+/// Compiled for the families that no machine at hand can run: the sources that between them use every shared header.
+const SAMPLES: [&str; 3] = ["norm/norm.cu", "qkv/qkv_tail.cu", "gemv/gemv_q4_k.cu"];
+
+type Stage = (&'static str, fn(&Context) -> Result<()>);
+
+const STAGES: [Stage; 12] = [
+    ("format", |context| style::fmt(context, true)),
+    ("lint", style::lint),
+    ("tests", |context| cargo_test(context, &["--workspace"])),
+    ("tests with cli and host", |context| cargo_test(context, &["--features", "cli,host"])),
+    ("header", |context| style::header(context, true)),
+    ("hook patches", hook_patches),
+    ("kernels for sm_90a", kernels),
+    ("kernels for sm_87 and sm_110a", samples),
+    ("machine code", machine_code),
+    ("GPU tests compile", gpu_tests),
+    ("CPU host", cpu_host),
+    ("flashrt check", check_model),
+];
+
+/// For `cargo xtask test`.
+#[derive(Args, Debug)]
+pub struct TestArgs {
+    /// Only the stages whose name contains this
+    #[arg(long, value_name = "TEXT")]
+    pub only: Option<String>,
+}
+
+/// Runs every stage, or those asked for.
+pub fn run(context: &Context, args: &TestArgs) -> Result<()> {
+    let begin = Instant::now();
+    let wanted = |name: &str| args.only.as_ref().is_none_or(|part| name.contains(part.as_str()));
+    let stages: Vec<_> = STAGES.iter().filter(|(name, _)| wanted(name)).collect();
+    let names = || STAGES.map(|(name, _)| name).join(", ");
+    ensure!(!stages.is_empty(), "no stage is called so; there are: {}", names());
+    for (name, stage) in &stages {
+        if context.would(format!("check: {name}")) {
+            continue;
+        }
+        println!("== {name}");
+        let start = Instant::now();
+        stage(context).with_context(|| format!("stage \"{name}\" failed after {} s", start.elapsed().as_secs()))?;
+        println!("== {name}: passed in {:.1} s\n", start.elapsed().as_secs_f64());
+    }
+    match args.only {
+        None => println!("all {} stages passed in {} s", stages.len(), begin.elapsed().as_secs()),
+        Some(_) => println!("{} of {} stages passed in {} s", stages.len(), STAGES.len(), begin.elapsed().as_secs()),
+    }
+    Ok(())
+}
+
+fn cargo_test(context: &Context, args: &[&str]) -> Result<()> {
+    show(context.cargo().arg("test").args(args), "cargo test")
+}
+
+/// Each patch fits its version and is small; with the option off its files mean what they meant; with it on ggml-cuda.cu
+/// compiles.
+fn hook_patches(context: &Context) -> Result<()> {
+    let tools = tools::ensure(context, true)?;
+    let cuda = tools.cuda.as_ref().context("asked for")?;
+    for llama in &context.pins.llama {
+        let version = &llama.name;
+        let pristine = fetch::llama_sources(context, &tools, llama)?;
+        let patch = context.repo.join(format!("cmake/hosts/llama.cpp-{version}.patch"));
+        let added = patch::added_lines(&patch)?;
+        ensure!(added < HOOK_LINES, "{} adds {added} lines, {HOOK_LINES} are too many", patch.display());
+        let patched = patch::apply(&pristine, &patch)?;
+        let (root, copy) = host::hooked(context, &tools, &context.home.join("hook"), version)?;
+        println!("llama.cpp {version}: the patch applies and adds {added} lines to {} files", patched.len());
+
+        let off = ggml_commands(context, &tools, cuda, &context.home, &pristine, version, false)?;
+        let compared = unchanged_when_off(&off, &pristine, &copy, &patched)?;
+        println!("llama.cpp {version}: with the option off, {compared} means what it meant");
+
+        let on = ggml_commands(context, &tools, cuda, &root, &copy, version, true)?;
+        let hooked = on.iter().find(|c| c.file.ends_with("ggml-cuda/ggml-cuda.cu")).context("ggml-cuda.cu is not built")?;
+        ensure!(hooked.command.contains("-DGGML_CUDA_FLASHRT"), "the option does not reach ggml-cuda.cu");
+        compile(context, version, hooked)?;
+        println!("llama.cpp {version}: ggml-cuda.cu compiles with the hook");
+    }
+    Ok(())
+}
+
+/// An entry of compile_commands.json.
+#[derive(Debug, Deserialize)]
+struct CompileCommand {
+    directory: PathBuf,
+    command: String,
+    file: PathBuf,
+}
+
+impl CompileCommand {
+    fn words(&self) -> Result<Vec<String>> {
+        shell_words::split(&self.command).with_context(|| format!("compile command of {}", self.file.display()))
+    }
+}
+
+/// How CMake would compile ggml inside llama.cpp, of which nothing else is configured.
+fn ggml_commands(
+    context: &Context,
+    tools: &Tools,
+    cuda: &Cuda,
+    root: &Path,
+    tree: &Path,
+    version: &str,
+    hook: bool,
+) -> Result<Vec<CompileCommand>> {
+    let name = format!("ggml-{version}{}", if hook { "-hook" } else { "" });
+    let build = root.join("build").join(&name);
+    let mut options: Vec<String> = ["BUILD_TYPE=Release", "EXPORT_COMPILE_COMMANDS=ON"].map(|o| format!("-DCMAKE_{o}")).into();
+    options.extend(["-DGGML_CUDA=ON".into(), "-DGGML_NATIVE=OFF".into()]);
+    options.extend(["COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP"].map(|part| format!("-DLLAMA_BUILD_{part}=OFF")));
+    if hook {
+        options.push("-DGGML_CUDA_FLASHRT=ON".into());
+        options.push(format!("-DGGML_CUDA_FLASHRT_DIR={}", context.repo.display()));
+    }
+    host::lend_venv(context, root)?;
+    options.extend(host::cuda_options(context, root, cuda, "90"));
+    host::configure(context, tools, tree, &build, &name, &options)?;
+    let path = build.join("compile_commands.json");
+    let text = fs::read_to_string(&path).at("read", &path)?;
+    serde_json::from_str(&text).with_context(|| path.display().to_string())
+}
+
+/// Preprocesses each patched source of both trees with the option off. Lines have moved, so `__LINE__` is fixed.
+fn unchanged_when_off(off: &[CompileCommand], pristine: &Path, copy: &Path, patched: &Patched) -> Result<String> {
+    let mut compared = Vec::new();
+    for file in patched.keys() {
+        let Some(command) = off.iter().find(|command| command.file == pristine.join(file)) else { continue };
+        let preprocess = |tree: &Path| -> Result<Vec<u8>> {
+            // Paths relative to the tree, so that __FILE__ is the same in both.
+            let prefix = format!("{}/", pristine.display());
+            let words = command.words()?.into_iter().map(|word| word.replace(&prefix, ""));
+            let words = without_output(words.collect());
+            let (program, args) = words.split_first().context("an empty compile command")?;
+            let mut run = Command::new(program);
+            run.args(args).args(["-E", "-D__LINE__=0"]).current_dir(tree);
+            run.args(if is_cuda(file) { &["-Xcompiler", "-P,-Wno-builtin-macro-redefined"][..] } else { &["-P"] });
+            let output = run.output().with_context(|| format!("cannot run {program}"))?;
+            let why = String::from_utf8_lossy(&output.stderr);
+            ensure!(output.status.success(), "cannot preprocess {}: {}", tree.join(file).display(), why.trim());
+            Ok(output.stdout)
+        };
+        let (before, after) = (preprocess(pristine)?, preprocess(copy)?);
+        ensure!(!before.is_empty(), "{} preprocesses to nothing", file.display());
+        ensure!(before == after, "{} differs from the original although GGML_CUDA_FLASHRT is off", file.display());
+        compared.push(file.file_name().unwrap_or_default().to_string_lossy().into_owned());
+    }
+    ensure!(!compared.is_empty(), "no patched file is compiled");
+    Ok(compared.join(", "))
+}
+
+fn is_cuda(file: &Path) -> bool {
+    file.extension().is_some_and(|extension| extension == "cu")
+}
+
+/// A compile command without its cache, its output and its dependency file.
+fn without_output(words: Vec<String>) -> Vec<String> {
+    let mut kept = Vec::new();
+    let mut words = words.into_iter().skip_while(|word| word.ends_with("ccache"));
+    while let Some(word) = words.next() {
+        match word.as_str() {
+            "-o" | "-MT" | "-MF" => drop(words.next()),
+            "-c" | "-MD" => {}
+            _ => kept.push(word),
+        }
+    }
+    kept
+}
+
+fn compile(context: &Context, version: &str, command: &CompileCommand) -> Result<()> {
+    let words = command.words()?;
+    let output = words.iter().position(|word| word == "-o").and_then(|at| words.get(at + 1)).context("no output named")?;
+    let output = command.directory.join(output);
+    files::create_dir(output.parent().context("an object lies in a directory")?)?;
+    let mut run = Command::new(&words[0]);
+    run.args(&words[1..]).current_dir(&command.directory);
+    host::set_cache(context, &mut run);
+    Job::new(context, &format!("hook-{version}"), format!("compiling ggml-cuda.cu of {version}")).run(&mut run)
+}
+
+/// The archive that a host links.
+pub fn build_archive(context: &Context, cuda: &Cuda, archs: &str) -> Result<PathBuf> {
+    let target = context.home.join("target");
+    let mut cargo = kernel_cargo(context, cuda, archs);
+    cargo.args(["build", "--release", "--lib", "--features", "cuda", "--target-dir"]).arg(&target);
+    show(&mut cargo, &format!("compiling the kernels for {archs}"))?;
+    Ok(target.join("release/libggml_flashrt.a"))
+}
+
+/// A cargo that compiles kernels with this toolkit.
+pub fn kernel_cargo(context: &Context, cuda: &Cuda, archs: &str) -> Command {
+    let mut cargo = context.cargo();
+    cargo.env("NVCC", &cuda.nvcc).env("FLASHRT_CUDA_ARCHS", archs);
+    host::set_cache(context, &mut cargo);
+    cargo
+}
+
+fn toolkit(context: &Context) -> Result<Cuda> {
+    tools::ensure(context, true)?.cuda.context("asked for")
+}
+
+fn kernels(context: &Context) -> Result<()> {
+    build_archive(context, &toolkit(context)?, "90a").map(|_| ())
+}
+
+fn samples(context: &Context) -> Result<()> {
+    let cuda = toolkit(context)?;
+    let dir = context.home.join("build/samples");
+    files::create_dir(&dir)?;
+    for arch in ["87", "110a"] {
+        for source in SAMPLES {
+            let csrc = context.repo.join("csrc");
+            let object = dir.join(format!("{}-{arch}.o", source.replace('/', "-")));
+            let mut nvcc = Command::new(&cuda.nvcc);
+            nvcc.args(["-c", "-O3", "-std=c++17", "-DFRT_ARCHS=\"\"", "-gencode"]);
+            nvcc.arg(format!("arch=compute_{arch},code=sm_{arch}")).arg("-I").arg(&csrc);
+            nvcc.arg(csrc.join(source)).arg("-o").arg(&object);
+            Job::new(context, "samples", format!("compiling csrc/{source} for sm_{arch}")).run(&mut nvcc)?;
+            println!("csrc/{source} compiles for sm_{arch}");
+        }
+    }
+    Ok(())
+}
+
+fn machine_code(context: &Context) -> Result<()> {
+    let cuda = toolkit(context)?;
+    let archive = context.home.join("target/release/libggml_flashrt.a");
+    println!("{}", sass::gate(context, &cuda, &archive)?);
+    Ok(())
+}
+
+fn gpu_tests(context: &Context) -> Result<()> {
+    let cuda = toolkit(context)?;
+    let mut cargo = kernel_cargo(context, &cuda, "90a");
+    cargo.args(["test", "--release", "--no-run", "--features", "cuda", "--target-dir"]).arg(context.home.join("target"));
+    show(&mut cargo, "compiling the GPU tests")
+}
+
+/// llama.cpp for the CPU, as `flashrt check` opens it.
+pub fn build_cpu_host(context: &Context, extent: Extent, llama: &Llama) -> Result<PathBuf> {
+    let tools = tools::ensure(context, false)?;
+    let plan = Plan { backend: Backend::Cpu, arch: String::new(), hook: false, extent, llama: llama.clone() };
+    host::build(context, &tools, &plan)
+}
+
+fn cpu_host(context: &Context) -> Result<()> {
+    build_cpu_host(context, Extent::Libraries, &Llama::default()).map(|_| ())
+}
+
+fn check_model(context: &Context) -> Result<()> {
+    let tools = tools::ensure(context, false)?;
+    let model = fetch::model(context, &tools)?;
+    run_check(context, &context.home.join("build/cpu/bin"), &model)
+}
+
+/// Runs `flashrt check` on a model.
+pub fn run_check(context: &Context, host: &Path, model: &Path) -> Result<()> {
+    let mut cargo = context.cargo();
+    cargo.args(["run", "--quiet", "--release", "--features", "cli,host", "--bin", "flashrt", "--target-dir"]);
+    cargo.arg(context.home.join("target")).args(["--", "check"]).arg(model);
+    if env::var_os("FLASHRT_HOST_DIR").is_none() {
+        cargo.env("FLASHRT_HOST_DIR", host);
+    }
+    show(&mut cargo, "flashrt check")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outputs_are_left_out_of_a_preprocessing_command() {
+        let words = shell_words::split("/usr/bin/ccache nvcc -Da -MD -MT a.o -MF a.d -x cu -c a.cu -o a.o").unwrap();
+        assert_eq!(without_output(words).join(" "), "nvcc -Da -x cu a.cu");
+    }
+
+    #[test]
+    fn the_hook_off_is_compared_as_text() {
+        let dir = tempfile::TempDir::new().unwrap();
+        let (pristine, copy) = (dir.path().join("a"), dir.path().join("b"));
+        let original = "int f(void) {\n    return __LINE__;\n}\n";
+        files::write(&pristine.join("x.c"), original).unwrap();
+        let command = |file: &str| CompileCommand {
+            directory: dir.path().into(),
+            command: format!("cc -c {}/{file} -o {file}.o", pristine.display()),
+            file: pristine.join(file),
+        };
+        for (hooked, same) in [
+            (format!("#ifdef GGML_CUDA_FLASHRT\nhook\n#endif\n{original}"), true),
+            (format!("#ifndef GGML_CUDA_FLASHRT\nint g;\n#endif\n{original}"), false),
+        ] {
+            files::write(&copy.join("x.c"), &hooked).unwrap();
+            let patched = Patched::from([(PathBuf::from("x.c"), hooked)]);
+            let result = unchanged_when_off(&[command("x.c")], &pristine, &copy, &patched);
+            assert_eq!(result.is_ok(), same, "{result:?}");
+        }
+    }
+}
