@@ -15,6 +15,7 @@ use std::process::{exit, Command};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Mutex;
 use std::thread;
+use std::time::SystemTime;
 
 use archs::Code;
 use toolkit::Toolkit;
@@ -41,9 +42,19 @@ fn build_kernels() -> Result<(), String> {
     };
     toolkit.check_archs(&codes)?;
 
-    let mut sources = Vec::new();
-    cuda_sources(&root.join("csrc"), &mut sources)?;
-    let objects = compile_all(&toolkit, &codes, &root.join("csrc"), &sources, &out)?;
+    let csrc = root.join("csrc");
+    let mut files = Vec::new();
+    files_below(&csrc, &mut files)?;
+    let (sources, headers): (Vec<_>, Vec<_>) = files
+        .into_iter()
+        .partition(|path| path.extension().is_some_and(|extension| extension == "cu"));
+    let shared_changed = headers
+        .iter()
+        .chain([&toolkit.nvcc])
+        .filter_map(|path| modified(path))
+        .max();
+    let compiler = Compiler::new(toolkit.nvcc.clone(), &codes, csrc, shared_changed);
+    let objects = compiler.compile_all(&sources, &out)?;
     archive(&objects, &out.join("libflashrt_kernels.a"))?;
     println!("cargo:rustc-link-search=native={}", out.display());
     println!("cargo:rustc-link-lib=static=flashrt_kernels");
@@ -64,12 +75,12 @@ fn tracked_var(name: &str) -> Option<String> {
     env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-fn cuda_sources(dir: &Path, found: &mut Vec<PathBuf>) -> Result<(), String> {
+fn files_below(dir: &Path, found: &mut Vec<PathBuf>) -> Result<(), String> {
     let entries = fs::read_dir(dir).map_err(|e| format!("{}: {e}", dir.display()))?;
     for path in entries.flatten().map(|entry| entry.path()) {
         if path.is_dir() {
-            cuda_sources(&path, found)?;
-        } else if path.extension().is_some_and(|extension| extension == "cu") {
+            files_below(&path, found)?;
+        } else {
             found.push(path);
         }
     }
@@ -77,84 +88,110 @@ fn cuda_sources(dir: &Path, found: &mut Vec<PathBuf>) -> Result<(), String> {
     Ok(())
 }
 
-/// One object per source, as many at a time as cargo allows. No relocatable device code: it would drop the PTX.
-fn compile_all(
-    toolkit: &Toolkit,
-    codes: &[Code],
-    csrc: &Path,
-    sources: &[PathBuf],
-    out: &Path,
-) -> Result<Vec<PathBuf>, String> {
-    let jobs: usize = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
-    let ccache = Command::new("ccache").arg("--version").output().is_ok();
-    let next = AtomicUsize::new(0);
-    let errors = Mutex::new(Vec::new());
-    let object = |source: &Path| {
-        let name = source.strip_prefix(csrc).unwrap_or(source).with_extension("o");
-        out.join(name.to_string_lossy().replace('/', "-"))
-    };
-    thread::scope(|scope| {
-        for _ in 0..jobs.clamp(1, sources.len().max(1)) {
-            scope.spawn(|| {
-                while let Some(source) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    if let Err(why) = compile(toolkit, ccache, codes, csrc, source, &object(source)) {
-                        errors.lock().unwrap_or_else(|e| e.into_inner()).push(why);
-                    }
-                }
-            });
-        }
-    });
-    let errors = errors.into_inner().unwrap_or_else(|e| e.into_inner());
-    if !errors.is_empty() {
-        return Err(errors.join("\n"));
-    }
-    Ok(sources.iter().map(|source| object(source)).collect())
+fn modified(path: &Path) -> Option<SystemTime> {
+    path.metadata().and_then(|meta| meta.modified()).ok()
 }
 
-fn compile(
-    toolkit: &Toolkit,
-    ccache: bool,
-    codes: &[Code],
-    csrc: &Path,
-    source: &Path,
-    object: &Path,
-) -> Result<(), String> {
-    let mut command = if ccache {
-        Command::new("ccache")
-    } else {
-        Command::new(&toolkit.nvcc)
-    };
-    if ccache {
-        command.arg(&toolkit.nvcc);
-    }
-    command.args([
-        "-c",
-        "-O3",
-        "-std=c++17",
-        "-Xcompiler",
-        "-fPIC,-fvisibility=hidden",
-        "-Xptxas",
-        "-v",
-    ]);
-    for code in codes {
-        command.arg("-gencode").arg(code.gencode());
-    }
-    let names: Vec<String> = codes.iter().map(Code::name).collect();
-    command.arg(format!("-DFRT_ARCHS=\"{}\"", names.join(" ")));
-    command.arg("-I").arg(csrc).arg(source).arg("-o").arg(object);
+/// nvcc with the arguments that all sources share.
+struct Compiler {
+    program: PathBuf,
+    args: Vec<String>,
+    csrc: PathBuf,
+    /// When any header, or nvcc itself, changed last.
+    shared_changed: Option<SystemTime>,
+}
 
-    let output = command
-        .output()
-        .map_err(|e| format!("{}: {e}", toolkit.nvcc.display()))?;
-    let log = String::from_utf8_lossy(&output.stderr);
-    if !output.status.success() {
-        return Err(format!("nvcc failed on {}:\n{log}", source.display()));
+impl Compiler {
+    fn new(nvcc: PathBuf, codes: &[Code], csrc: PathBuf, shared_changed: Option<SystemTime>) -> Compiler {
+        let ccache = Command::new("ccache").arg("--version").output().is_ok();
+        let mut args: Vec<String> = if ccache {
+            vec![nvcc.display().to_string()]
+        } else {
+            Vec::new()
+        };
+        // No relocatable device code: it would drop the PTX.
+        let fixed = [
+            "-c",
+            "-O3",
+            "-std=c++17",
+            "-Xcompiler",
+            "-fPIC,-fvisibility=hidden",
+            "-Xptxas",
+            "-v",
+        ];
+        args.extend(fixed.map(String::from));
+        for code in codes {
+            args.extend(["-gencode".to_string(), code.gencode()]);
+        }
+        let names: Vec<String> = codes.iter().map(Code::name).collect();
+        args.push(format!("-DFRT_ARCHS=\"{}\"", names.join(" ")));
+        Compiler {
+            program: if ccache { "ccache".into() } else { nvcc },
+            args,
+            csrc,
+            shared_changed,
+        }
     }
-    let spills = ptxas::spills(&log);
-    if !spills.is_empty() {
-        return Err(format!("{}: registers spill\n{}", source.display(), spills.join("\n")));
+
+    /// One object per source, as many at a time as cargo allows.
+    fn compile_all(&self, sources: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>, String> {
+        let jobs: usize = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
+        let next = AtomicUsize::new(0);
+        let errors = Mutex::new(Vec::new());
+        let object = |source: &Path| {
+            let name = source.strip_prefix(&self.csrc).unwrap_or(source).with_extension("o");
+            out.join(name.to_string_lossy().replace('/', "-"))
+        };
+        thread::scope(|scope| {
+            for _ in 0..jobs.clamp(1, sources.len().max(1)) {
+                scope.spawn(|| {
+                    while let Some(source) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        if let Err(why) = self.compile(source, &object(source)) {
+                            errors.lock().unwrap_or_else(|e| e.into_inner()).push(why);
+                        }
+                    }
+                });
+            }
+        });
+        let errors = errors.into_inner().unwrap_or_else(|e| e.into_inner());
+        if !errors.is_empty() {
+            return Err(errors.join("\n"));
+        }
+        Ok(sources.iter().map(|source| object(source)).collect())
     }
-    Ok(())
+
+    /// Skips what is up to date: this script also runs when an unrelated directory joins PATH. The stamp beside an object
+    /// is the command that made it.
+    fn compile(&self, source: &Path, object: &Path) -> Result<(), String> {
+        let stamp = object.with_extension("cmd");
+        let command_line = format!("{} {}", self.program.display(), self.args.join(" "));
+        let changed = modified(source).max(self.shared_changed);
+        if changed < modified(&stamp) && fs::read_to_string(&stamp).is_ok_and(|made_by| made_by == command_line) {
+            return Ok(());
+        }
+        let _ = fs::remove_file(&stamp);
+
+        let mut command = Command::new(&self.program);
+        command
+            .args(&self.args)
+            .arg("-I")
+            .arg(&self.csrc)
+            .arg(source)
+            .arg("-o")
+            .arg(object);
+        let output = command
+            .output()
+            .map_err(|e| format!("{}: {e}", self.program.display()))?;
+        let log = String::from_utf8_lossy(&output.stderr);
+        if !output.status.success() {
+            return Err(format!("nvcc failed on {}:\n{log}", source.display()));
+        }
+        let spills = ptxas::spills(&log);
+        if !spills.is_empty() {
+            return Err(format!("{}: registers spill\n{}", source.display(), spills.join("\n")));
+        }
+        fs::write(&stamp, command_line).map_err(|e| format!("{}: {e}", stamp.display()))
+    }
 }
 
 fn archive(objects: &[PathBuf], library: &Path) -> Result<(), String> {

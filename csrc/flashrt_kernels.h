@@ -33,7 +33,7 @@ typedef struct frt_q8 {
 // w1 != null (SANDWICH_NORM): y = x + rms_norm(h, eps1) * w1;  z = rms_norm(y, eps2) * w2
 // w1 == null (ADD_NORM):      y = x + h;                       z = rms_norm(y, eps2) * w2
 // One row per token. Each block reads its rows of h and x whole before it writes y or z, so y and z may lie exactly over h or x
-// (and must not overlap each other). z may be null when only zq is wanted.
+// (and must not overlap each other). y may be null when nobody reads it, z when only zq is wanted.
 typedef struct frt_norm_args {
     const float * h;  int64_t h_stride;
     const float * x;  int64_t x_stride;

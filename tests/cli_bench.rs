@@ -36,7 +36,12 @@ END
 
 fn bench(scratch: &Scratch, host: &Path) -> Command {
     let mut command = flashrt();
-    command.arg("bench").arg("--host").arg(host).arg("--model").arg(scratch.model());
+    command
+        .arg("bench")
+        .arg("--host")
+        .arg(host)
+        .arg("--model")
+        .arg(scratch.model());
     command.arg("--out").arg(scratch.path("report.json"));
     command
 }
@@ -49,8 +54,15 @@ fn report(scratch: &Scratch) -> Value {
 fn adapter_stock_adapter_each_in_both_settings() {
     let scratch = Scratch::new();
     let host = scratch.tool("host", "llama-bench", &llama_bench(150, 7));
-    let table = stdout(bench(&scratch, &host).args(["--reps", "2", "--evidence-id", "tg128/test", "--", "-fa", "1"]).env("GGML_FLASHRT_DUMP", "x"));
-    assert!(table.contains("1.250") && table.contains("GGML_CUDA_GRAPH_OPT=1") && table.contains("ADD_NORM"), "{table}");
+    let table = stdout(
+        bench(&scratch, &host)
+            .args(["--reps", "2", "--evidence-id", "tg128/test", "--", "-fa", "1"])
+            .env("GGML_FLASHRT_DUMP", "x"),
+    );
+    assert!(
+        table.contains("1.250") && table.contains("GGML_CUDA_GRAPH_OPT=1") && table.contains("ADD_NORM"),
+        "{table}"
+    );
 
     let model = scratch.path("model.gguf");
     let args = format!("args=-m {} -o json -r 2 -p 512 -n 128 -fa 1", model.display());
@@ -61,9 +73,17 @@ fn adapter_stock_adapter_each_in_both_settings() {
     assert_eq!(calls.lines().collect::<Vec<_>>(), expected);
 
     let report = report(&scratch);
-    let tg = report["outcomes"].as_array().unwrap().iter().find(|o| o["test"] == "tg128").unwrap();
+    let tg = report["outcomes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|o| o["test"] == "tg128")
+        .unwrap();
     assert_eq!(tg["ratio"], 1.25, "150 over the best of stock, 120");
-    assert_eq!((&tg["adapter"]["setting"], &tg["stock"]["setting"]), (&"default".into(), &"GGML_CUDA_GRAPH_OPT=1".into()));
+    assert_eq!(
+        (&tg["adapter"]["setting"], &tg["stock"]["setting"]),
+        (&"default".into(), &"GGML_CUDA_GRAPH_OPT=1".into())
+    );
     assert_eq!(tg["adapter"]["samples_ts"].as_array().unwrap().len(), 4, "both passes");
     assert_eq!(report["headlines"][0]["id"], "tg128/test");
     assert_eq!(report["headlines"][0]["value"], 1.25);
@@ -72,8 +92,13 @@ fn adapter_stock_adapter_each_in_both_settings() {
     assert_eq!(report["build"]["archs"], "sm_90a");
     assert!(report["missing"]["machine.sm_count"].is_string() && report["machine"]["sm_count"].is_null());
     let published = report.to_string();
-    assert!(!published.contains(scratch.path("").to_str().unwrap()) && !published.contains("/some/where"), "{published}");
-    assert!(std::fs::read_to_string(scratch.path("report.svg")).unwrap().contains("1.25x"));
+    assert!(
+        !published.contains(scratch.path("").to_str().unwrap()) && !published.contains("/some/where"),
+        "{published}"
+    );
+    assert!(std::fs::read_to_string(scratch.path("report.svg"))
+        .unwrap()
+        .contains("1.25x"));
 }
 
 #[test]
@@ -81,8 +106,18 @@ fn an_unpatched_build_is_the_stock_arm_when_given() {
     let scratch = Scratch::new();
     let host = scratch.tool("host", "llama-bench", &llama_bench(150, 7));
     let stock = scratch.tool("stock", "llama-bench", &llama_bench(90, 0));
-    stdout(bench(&scratch, &host).arg("--stock").arg(&stock).args(["--setting", "default"]));
-    let calls = |build: &Path| std::fs::read_to_string(build.join("bin/calls")).unwrap().lines().count();
+    stdout(
+        bench(&scratch, &host)
+            .arg("--stock")
+            .arg(&stock)
+            .args(["--setting", "default"]),
+    );
+    let calls = |build: &Path| {
+        std::fs::read_to_string(build.join("bin/calls"))
+            .unwrap()
+            .lines()
+            .count()
+    };
     assert_eq!((calls(&host), calls(&stock)), (2, 1));
     assert_eq!(report(&scratch)["build"]["baseline"], "an unpatched build");
 }
@@ -92,7 +127,14 @@ fn off_over_stock_switches_the_adapter_off() {
     let scratch = Scratch::new();
     let host = scratch.tool("host", "llama-bench", &llama_bench(150, 7));
     let stock = scratch.tool("stock", "llama-bench", &llama_bench(80, 0));
-    stdout(bench(&scratch, &host).arg("--stock").arg(&stock).args(["--mode", "off-over-stock", "--setting", "default", "--evidence-id", "off-over-stock/m=tg128"]));
+    stdout(bench(&scratch, &host).arg("--stock").arg(&stock).args([
+        "--mode",
+        "off-over-stock",
+        "--setting",
+        "default",
+        "--evidence-id",
+        "off-over-stock/m=tg128",
+    ]));
     let report = report(&scratch);
     assert_eq!(report["runs"][0]["env"]["GGML_FLASHRT_DISABLE"], "1");
     assert!(report["runs"][1]["env"].get("GGML_FLASHRT_DISABLE").is_none());
@@ -104,8 +146,23 @@ fn a_run_in_which_nothing_fired_is_reported_and_fails() {
     let scratch = Scratch::new();
     let host = scratch.tool("host", "llama-bench", &llama_bench(150, 0));
     let complaint = complaint(&mut bench(&scratch, &host));
-    assert_eq!(complaint, "flashrt: windows fired: 0 launches of windows in the adapter arm");
+    assert_eq!(
+        complaint,
+        "flashrt: windows fired: 0 launches of windows in the adapter arm"
+    );
     assert_eq!(report(&scratch)["checks"][0]["pass"], false);
+}
+
+#[test]
+fn a_build_without_the_adapter_is_found_out() {
+    let scratch = Scratch::new();
+    let script = llama_bench(150, 7).replace("> \"$GGML_FLASHRT_STATS\"", "> /dev/null");
+    let host = scratch.tool("host", "llama-bench", &script);
+    let said = complaint(&mut bench(&scratch, &host));
+    assert!(said.contains("is --host a build with the adapter?"), "{said}");
+    let report = report(&scratch);
+    assert!(report["runs"][0]["stats"].is_null() && report["build"]["archs"].is_null());
+    assert!(report["missing"]["runs.stats"].is_string() && report["missing"]["build.archs"].is_string());
 }
 
 #[test]
@@ -113,7 +170,11 @@ fn refusals_say_why_and_leave_nothing() {
     let scratch = Scratch::new();
     let host = scratch.tool("host", "llama-bench", &llama_bench(150, 7));
     let no_gpu = scratch.tool("no-gpu", "llama-bench", "echo 'Available devices:'; echo '  (none)'");
-    let broken = scratch.tool("broken", "llama-bench", "[ \"$1\" = --list-devices ] && echo CUDA0 && exit 0; echo 'out of memory' >&2; exit 3");
+    let broken = scratch.tool(
+        "broken",
+        "llama-bench",
+        "[ \"$1\" = --list-devices ] && echo CUDA0 && exit 0; echo 'out of memory' >&2; exit 3",
+    );
     let babbling = scratch.tool("babbling", "llama-bench", "echo CUDA0: and then text");
     scratch.model();
     let before = scratch.files();
@@ -139,9 +200,17 @@ fn a_broken_model_is_named_before_anything_runs() {
     let scratch = Scratch::new();
     let host = scratch.tool("host", "llama-bench", &llama_bench(150, 7));
     std::fs::write(scratch.path("cut.gguf"), b"GGUF\x03\0\0\0").unwrap();
-    for (name, message) in [("cut.gguf", "the file ends inside the tensor list"), ("absent.gguf", "absent.gguf")] {
+    for (name, message) in [
+        ("cut.gguf", "the file ends inside the tensor list"),
+        ("absent.gguf", "absent.gguf"),
+    ] {
         let mut command = flashrt();
-        command.arg("bench").arg("--host").arg(&host).arg("--model").arg(scratch.path(name));
+        command
+            .arg("bench")
+            .arg("--host")
+            .arg(&host)
+            .arg("--model")
+            .arg(scratch.path(name));
         let said = complaint(command.arg("--out").arg(scratch.path("r.json")));
         assert!(said.contains(message), "{said}");
     }

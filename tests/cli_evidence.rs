@@ -11,8 +11,13 @@ fn folder() -> Scratch {
     let scratch = Scratch::new();
     std::fs::write(scratch.path("samples"), "[300.0, 100.0, 200.0]").unwrap();
     let mut series = flashrt();
-    series.args(["evidence", "series", "match/ns-per-node"]).arg(scratch.path("samples"));
-    series.arg("--out").arg(scratch.path("match.json")).args(["--unit", "ns", "--better", "lower", "--per", "2"]);
+    series
+        .args(["evidence", "series", "match/ns-per-node"])
+        .arg(scratch.path("samples"));
+    series
+        .arg("--out")
+        .arg(scratch.path("match.json"))
+        .args(["--unit", "ns", "--better", "lower", "--per", "2"]);
     stdout(series.env("FLASHRT_COMMIT", "c0ffee-dirty"));
     scratch
 }
@@ -42,8 +47,14 @@ fn the_index_lists_headlines_and_checks_itself() {
     let text = std::fs::read_to_string(scratch.path("index.json")).unwrap();
     let entries: Value = serde_json::from_str(&text).unwrap();
     let entry = &entries[0];
-    assert_eq!((&entry["id"], &entry["value"], &entry["unit"]), (&"match/ns-per-node".into(), &100.0.into(), &"ns".into()));
-    assert_eq!((&entry["commit"], &entry["report"]), (&"c0ffee-dirty".into(), &"match.json".into()));
+    assert_eq!(
+        (&entry["id"], &entry["value"], &entry["unit"]),
+        (&"match/ns-per-node".into(), &100.0.into(), &"ns".into())
+    );
+    assert_eq!(
+        (&entry["commit"], &entry["report"]),
+        (&"c0ffee-dirty".into(), &"match.json".into())
+    );
 
     std::fs::write(scratch.path("index.json"), text.replace("100.0", "90.0")).unwrap();
     assert!(complaint(&mut index(&scratch, true)).contains("index.json is out of date from line 4 on"));
@@ -54,7 +65,23 @@ fn a_headline_that_its_samples_do_not_give_is_refused() {
     let scratch = folder();
     edit(&scratch, |report| report["headlines"][0]["value"] = json!(50.0));
     let said = complaint(&mut index(&scratch, false));
-    assert!(said.contains("match.json: match/ns-per-node is 50 in the report, but its samples give 100"), "{said}");
+    assert!(
+        said.contains("match.json: match/ns-per-node is 50 in the report, but its samples give 100"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_null_without_a_reason_is_refused() {
+    let scratch = folder();
+    edit(&scratch, |report| {
+        report["missing"].as_object_mut().unwrap().remove("build.archs");
+    });
+    let said = complaint(&mut index(&scratch, false));
+    assert!(
+        said.contains("match.json: build.archs is null, and the report does not say why"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -74,16 +101,27 @@ fn documents_follow_the_index() {
     let scratch = folder();
     stdout(&mut index(&scratch, false));
     let document = scratch.path("README.md");
-    std::fs::write(&document, "Matching takes <!-- ev:match/ns-per-node -->?<!-- /ev --> a node.\n").unwrap();
+    std::fs::write(
+        &document,
+        "Matching takes <!-- ev:match/ns-per-node -->?<!-- /ev --> a node.\n",
+    )
+    .unwrap();
     let render = |check: &[&str]| {
         let mut command = flashrt();
-        command.args(["evidence", "render", "--dir"]).arg(scratch.path("")).arg(&document).args(check);
+        command
+            .args(["evidence", "render", "--dir"])
+            .arg(scratch.path(""))
+            .arg(&document)
+            .args(check);
         command
     };
     assert!(complaint(&mut render(&["--check"])).contains("README.md is out of date from line 1 on"));
     stdout(&mut render(&[]));
     let text = std::fs::read_to_string(&document).unwrap();
-    assert_eq!(text, "Matching takes <!-- ev:match/ns-per-node -->100 ns<!-- /ev --> a node.\n");
+    assert_eq!(
+        text,
+        "Matching takes <!-- ev:match/ns-per-node -->100 ns<!-- /ev --> a node.\n"
+    );
     stdout(&mut render(&["--check"]));
     std::fs::write(&document, "<!-- ev:nothing -->1<!-- /ev -->").unwrap();
     assert!(complaint(&mut render(&[])).contains("no evidence has the id \"nothing\""));

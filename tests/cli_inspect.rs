@@ -37,7 +37,10 @@ fn dump(path: &Path, args: &[&str]) -> Command {
 fn every_window_is_listed_with_its_switch() {
     let table = stdout(flashrt().arg("windows"));
     for w in WINDOWS {
-        let line = table.lines().find(|l| l.starts_with(w.name)).unwrap_or_else(|| panic!("{} is not in\n{table}", w.name));
+        let line = table
+            .lines()
+            .find(|l| l.starts_with(w.name))
+            .unwrap_or_else(|| panic!("{} is not in\n{table}", w.name));
         assert!(line.contains(w.switch) && line.contains(w.computes), "{line}");
     }
     let json: Value = serde_json::from_str(&stdout(flashrt().args(["windows", "--json"]))).unwrap();
@@ -51,13 +54,26 @@ fn a_dump_is_summarised_with_the_windows_that_match() {
     let line = graph().to_json_line();
     std::fs::write(&path, format!("{line}\n\n{line}\n")).unwrap();
     let summary = stdout(&mut dump(&path, &[]));
-    assert!(summary.contains("graph 0: 4 nodes") && summary.contains("graph 1: 4 nodes"), "{summary}");
+    assert!(
+        summary.contains("graph 0: 4 nodes") && summary.contains("graph 1: 4 nodes"),
+        "{summary}"
+    );
     assert!(summary.contains("ADD 1, MUL 2, RMS_NORM 1"), "{summary}");
     assert!(summary.contains("ADD_NORM 1 (3 of 4 nodes)"), "{summary}");
 
     let nodes = stdout(&mut dump(&path, &["--graph", "1"]));
-    let window_of = |name: &str| nodes.lines().find(|l| l.contains(&format!(" {name} "))).unwrap().contains("ADD_NORM #0");
-    assert_eq!(["y", "n", "z", "out"].map(window_of), [true, true, true, false], "{nodes}");
+    let window_of = |name: &str| {
+        nodes
+            .lines()
+            .find(|l| l.contains(&format!(" {name} ")))
+            .unwrap()
+            .contains("ADD_NORM #0")
+    };
+    assert_eq!(
+        ["y", "n", "z", "out"].map(window_of),
+        [true, true, true, false],
+        "{nodes}"
+    );
 
     let json: Value = serde_json::from_str(&stdout(&mut dump(&path, &["--json"]))).unwrap();
     assert_eq!(json[1]["windows"]["ADD_NORM"], 1);

@@ -21,8 +21,14 @@ fn values(path: &Path, name: &str) -> Vec<f32> {
     let bytes = std::fs::read(path).unwrap();
     let data = &bytes[t.start as usize..(t.start + t.bytes) as usize];
     match t.ty {
-        GgmlType::F32 => data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect(),
-        GgmlType::F16 => data.chunks_exact(2).map(|b| half::f16::from_le_bytes(b.try_into().unwrap()).to_f32()).collect(),
+        GgmlType::F32 => data
+            .chunks_exact(4)
+            .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+            .collect(),
+        GgmlType::F16 => data
+            .chunks_exact(2)
+            .map(|b| half::f16::from_le_bytes(b.try_into().unwrap()).to_f32())
+            .collect(),
         GgmlType::Q8_0 => data
             .chunks_exact(34)
             .flat_map(|b| {
@@ -46,7 +52,11 @@ fn the_file_has_the_models_shapes() {
     assert_eq!(gguf.get("tokenizer.ggml.tokens").unwrap().array_len(), Some(262_144));
     assert_eq!(gguf.tensor("token_embd.weight").unwrap().dims, [640, 262_144]);
     assert_eq!(gguf.tensor("blk.2.attn_q.weight").unwrap().dims, [640, 1024]);
-    assert_eq!(gguf.tensor("blk.0.attn_q.weight").unwrap().ty, GgmlType::Q5_0, "640 is no multiple of 256");
+    assert_eq!(
+        gguf.tensor("blk.0.attn_q.weight").unwrap().ty,
+        GgmlType::Q5_0,
+        "640 is no multiple of 256"
+    );
     assert!(gguf.tensor("output.weight").is_none(), "the embeddings are the output");
     assert_eq!(scratch.files(), ["m.gguf"]);
 }
@@ -56,7 +66,11 @@ fn the_seed_decides_every_byte() {
     let scratch = Scratch::new();
     let make = |name: &str, args: &[&str]| {
         let path = scratch.path(name);
-        stdout(&mut synth("gemma3-270m", &path, &[&["--layers", "1", "--type", "q2_0"], args].concat()));
+        stdout(&mut synth(
+            "gemma3-270m",
+            &path,
+            &[&["--layers", "1", "--type", "q2_0"], args].concat(),
+        ));
         std::fs::read(path).unwrap()
     };
     let first = make("a", &["--seed", "7"]);
@@ -73,7 +87,10 @@ fn weights_keep_activations_at_their_size() {
         let w = values(&path, "blk.0.ffn_down.weight"); // rows of 2048
         let mean = w.iter().sum::<f32>() / w.len() as f32;
         let spread = (w.iter().map(|x| (x - mean).powi(2)).sum::<f32>() / w.len() as f32 * 2048.0).sqrt();
-        assert!((spread - 1.0).abs() < 0.02 && mean.abs() * 2048f32.sqrt() < 0.02, "{ty}: {spread} {mean}");
+        assert!(
+            (spread - 1.0).abs() < 0.02 && mean.abs() * 2048f32.sqrt() < 0.02,
+            "{ty}: {spread} {mean}"
+        );
         let norm = values(&path, "blk.0.attn_norm.weight");
         assert!(norm.iter().all(|x| (0.7..1.3).contains(x)), "{norm:?}");
     }
@@ -87,8 +104,13 @@ fn refusals_name_the_reason_and_leave_nothing() {
     assert!(complaint(&mut synth("gemma3-270m", &path, &[])).contains("there.gguf exists already"));
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "mine");
     assert!(complaint(&mut synth("gemma3-270m", &scratch.path("no/where.gguf"), &[])).contains("cannot write in"));
-    let output = synth("gemma3-270m", &scratch.path("x"), &["--type", "q9"]).output().unwrap();
+    let output = synth("gemma3-270m", &scratch.path("x"), &["--type", "q9"])
+        .output()
+        .unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success() && said.contains("q4_K_M or one of f32, f16"), "{said}");
+    assert!(
+        !output.status.success() && said.contains("q4_K_M or one of f32, f16"),
+        "{said}"
+    );
     assert_eq!(scratch.files(), ["there.gguf"]);
 }

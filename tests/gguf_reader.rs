@@ -7,7 +7,9 @@ use proptest::prelude::*;
 use std::path::{Path, PathBuf};
 
 fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures/gguf")
+        .join(name)
 }
 
 fn read(bytes: &[u8]) -> Result<Gguf, GgufError> {
@@ -56,7 +58,11 @@ fn agrees_with_gguf_py() {
             .collect();
         let ours = serde_json::json!({"keys": keys, "tensors": tensors, "alignment": gguf.alignment});
         let text = std::fs::read_to_string(fixture(&format!("{name}.json"))).unwrap();
-        assert_eq!(ours, serde_json::from_str::<serde_json::Value>(&text).unwrap(), "{name}");
+        assert_eq!(
+            ours,
+            serde_json::from_str::<serde_json::Value>(&text).unwrap(),
+            "{name}"
+        );
     }
 }
 
@@ -117,46 +123,143 @@ fn broken_headers_name_the_fault() {
     let one = |dims: &[u64], ty, offset| Raw::new(1, 0).tensor("t", dims, ty, offset).zeros(4096);
     let cases: Vec<(&str, Raw, &str)> = vec![
         ("empty", Raw(vec![]), "ends inside the magic, at byte 0"),
-        ("other magic", Raw(b"PK\x03\x04____".to_vec()), "it starts with [50, 4b, 03, 04]"),
+        (
+            "other magic",
+            Raw(b"PK\x03\x04____".to_vec()),
+            "it starts with [50, 4b, 03, 04]",
+        ),
         ("version 1", Raw(b"GGUF".to_vec()).u32(1).zeros(64), "version 0x1"),
-        ("byte order", Raw(b"GGUF\0\0\0\x03".to_vec()).zeros(64), "version 0x3000000"),
+        (
+            "byte order",
+            Raw(b"GGUF\0\0\0\x03".to_vec()).zeros(64),
+            "version 0x3000000",
+        ),
         ("version 4", Raw(b"GGUF".to_vec()).u32(4).zeros(64), "version 0x4"),
-        ("tensor count", Raw::new(u64::MAX, 0).zeros(64), "the tensor list claims 18446744073709551615 entries"),
-        ("tensor count that would overflow", Raw::new(u64::MAX / 24 + 2, 0).zeros(64), "the tensor list claims"),
-        ("key count", Raw::new(0, 1 << 40).zeros(64), "the metadata claims 1099511627776 entries"),
-        ("key length", Raw::new(0, 1).u64(1 << 60).zeros(64), "key claims 1152921504606846976"),
+        (
+            "tensor count",
+            Raw::new(u64::MAX, 0).zeros(64),
+            "the tensor list claims 18446744073709551615 entries",
+        ),
+        (
+            "tensor count that would overflow",
+            Raw::new(u64::MAX / 24 + 2, 0).zeros(64),
+            "the tensor list claims",
+        ),
+        (
+            "key count",
+            Raw::new(0, 1 << 40).zeros(64),
+            "the metadata claims 1099511627776 entries",
+        ),
+        (
+            "key length",
+            Raw::new(0, 1).u64(1 << 60).zeros(64),
+            "key claims 1152921504606846976",
+        ),
         ("empty key", Raw::new(0, 1).key("", 1).zeros(8), "key 0 is empty"),
-        ("duplicate key", Raw::new(0, 2).key("a", 1).key("a", 2).zeros(8), "key 1 is empty, duplicate"),
-        ("key no UTF-8", Raw::new(0, 1).bytes(&[0xff, 0xfe]).u32(4).zeros(64), "no UTF-8"),
-        ("value type", Raw::new(0, 1).str("a").u32(13).zeros(64), "key \"a\" has the unknown value type 13"),
-        ("nested array", Raw::new(0, 1).str("a").u32(9).u32(9).u64(1).zeros(64), "unknown value type 9"),
-        ("array length", Raw::new(0, 1).str("a").u32(9).u32(12).u64(u64::MAX / 4).zeros(64), "an array claims"),
-        ("strings", Raw::new(0, 1).str("a").u32(9).u32(8).u64(100).zeros(64), "an array of strings claims 100 entries"),
-        ("alignment 0", Raw::new(0, 1).key("general.alignment", 0), "no power of two: 0"),
-        ("alignment 48", Raw::new(0, 1).key("general.alignment", 48), "no power of two: 48"),
-        ("alignment as text", Raw::new(0, 1).str("general.alignment").u32(8).str("32"), "general.alignment"),
-        ("long tensor name", Raw::new(1, 0).tensor(&"n".repeat(64), &[1], 0, 0).zeros(64), "too long"),
-        ("same tensor twice", Raw::new(2, 0).tensor("t", &[8], 0, 0).tensor("t", &[8], 0, 32).zeros(128), "tensor name 1"),
-        ("dimension count", Raw::new(1, 0).tensor("t", &[1; 5], 0, 0).zeros(64), "impossible shape [5]"),
+        (
+            "duplicate key",
+            Raw::new(0, 2).key("a", 1).key("a", 2).zeros(8),
+            "key 1 is empty, duplicate",
+        ),
+        (
+            "key no UTF-8",
+            Raw::new(0, 1).bytes(&[0xff, 0xfe]).u32(4).zeros(64),
+            "no UTF-8",
+        ),
+        (
+            "value type",
+            Raw::new(0, 1).str("a").u32(13).zeros(64),
+            "key \"a\" has the unknown value type 13",
+        ),
+        (
+            "nested array",
+            Raw::new(0, 1).str("a").u32(9).u32(9).u64(1).zeros(64),
+            "unknown value type 9",
+        ),
+        (
+            "array length",
+            Raw::new(0, 1).str("a").u32(9).u32(12).u64(u64::MAX / 4).zeros(64),
+            "an array claims",
+        ),
+        (
+            "strings",
+            Raw::new(0, 1).str("a").u32(9).u32(8).u64(100).zeros(64),
+            "an array of strings claims 100 entries",
+        ),
+        (
+            "alignment 0",
+            Raw::new(0, 1).key("general.alignment", 0),
+            "no power of two: 0",
+        ),
+        (
+            "alignment 48",
+            Raw::new(0, 1).key("general.alignment", 48),
+            "no power of two: 48",
+        ),
+        (
+            "alignment as text",
+            Raw::new(0, 1).str("general.alignment").u32(8).str("32"),
+            "general.alignment",
+        ),
+        (
+            "long tensor name",
+            Raw::new(1, 0).tensor(&"n".repeat(64), &[1], 0, 0).zeros(64),
+            "too long",
+        ),
+        (
+            "same tensor twice",
+            Raw::new(2, 0)
+                .tensor("t", &[8], 0, 0)
+                .tensor("t", &[8], 0, 32)
+                .zeros(128),
+            "tensor name 1",
+        ),
+        (
+            "dimension count",
+            Raw::new(1, 0).tensor("t", &[1; 5], 0, 0).zeros(64),
+            "impossible shape [5]",
+        ),
         ("unknown type", one(&[32], 43, 0), "\"t\" has the unknown type 43"),
         ("retired type", one(&[32], 4, 0), "\"t\" has the unknown type 4"),
         ("partial block", one(&[255], q4_k, 0), "impossible shape [255]"),
         ("size overflow", one(&[1 << 40, 1 << 40], f32_id, 0), "impossible shape"),
-        ("size overflow beside a zero", one(&[1 << 40, 1 << 40, 0], f32_id, 0), "impossible shape"),
-        ("row overflow", one(&[u64::MAX & !3], f32_id, 0), "impossible shape"),
+        (
+            "size overflow beside a zero",
+            one(&[1 << 40, 1 << 40, 0], f32_id, 0),
+            "impossible shape",
+        ),
+        ("row overflow", one(&[!3], f32_id, 0), "impossible shape"),
         ("offset", one(&[8], f32_id, 32), "starts at 32, where 0 was expected"),
-        ("overlap", Raw::new(2, 0).tensor("a", &[16], 0, 0).tensor("b", &[8], 0, 32).zeros(256), "where 64 was expected"),
-        ("data beyond the end", one(&[2048], f32_id, 0), "ends at byte 8256, but the file has"),
+        (
+            "overlap",
+            Raw::new(2, 0)
+                .tensor("a", &[16], 0, 0)
+                .tensor("b", &[8], 0, 32)
+                .zeros(256),
+            "where 64 was expected",
+        ),
+        (
+            "data beyond the end",
+            one(&[2048], f32_id, 0),
+            "ends at byte 8256, but the file has",
+        ),
     ];
     for (what, raw, message) in cases {
         let error = read(&raw.0).expect_err(what).to_string();
-        assert!(error.contains(message), "{what}: {error:?} does not contain {message:?}");
+        assert!(
+            error.contains(message),
+            "{what}: {error:?} does not contain {message:?}"
+        );
     }
 }
 
 #[test]
 fn the_same_header_unbroken_is_read() {
-    let raw = Raw::new(2, 1).key("general.alignment", 64).tensor("a", &[16], 0, 0).tensor("b", &[8], 0, 64).zeros(256);
+    let raw = Raw::new(2, 1)
+        .key("general.alignment", 64)
+        .tensor("a", &[16], 0, 0)
+        .tensor("b", &[8], 0, 64)
+        .zeros(256);
     let gguf = read(&raw.0).unwrap();
     assert_eq!((gguf.tensors[0].start, gguf.tensors[1].start), (128, 192));
 }
@@ -170,7 +273,10 @@ fn every_truncation_is_refused() {
         for len in 0..end {
             assert!(read(&bytes[..len]).is_err(), "{name} cut to {len} bytes was accepted");
         }
-        assert!(read(&bytes[..end]).is_ok(), "{name}: padding after the last tensor is not needed");
+        assert!(
+            read(&bytes[..end]).is_ok(),
+            "{name}: padding after the last tensor is not needed"
+        );
     }
 }
 
@@ -193,7 +299,10 @@ fn missing_files_and_directories_say_which() {
 fn assert_sound(gguf: &Gguf, len: u64) {
     let mut last_end = 0;
     for t in &gguf.tensors {
-        assert!(t.start % gguf.alignment == 0 && t.start >= last_end && t.start + t.bytes <= len, "{t:?}");
+        assert!(
+            t.start % gguf.alignment == 0 && t.start >= last_end && t.start + t.bytes <= len,
+            "{t:?}"
+        );
         last_end = t.start + t.bytes;
     }
 }

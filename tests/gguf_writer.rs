@@ -14,7 +14,8 @@ fn rewrite(gguf: &Gguf, bytes: &[u8]) -> Vec<u8> {
     }
     let mut data = writer.header(Vec::new()).unwrap();
     for t in &gguf.tensors {
-        data.tensor([&bytes[t.start as usize..(t.start + t.bytes) as usize]]).unwrap();
+        data.tensor([&bytes[t.start as usize..(t.start + t.bytes) as usize]])
+            .unwrap();
     }
     data.finish().unwrap()
 }
@@ -32,11 +33,21 @@ fn writes_what_gguf_py_writes() {
 #[test]
 fn refuses_shapes_and_data_that_do_not_fit() {
     let mut writer = Writer::new("llama");
-    assert!(matches!(writer.declare("t", GgmlType::Q4_K, &[640, 2]), Err(WriterError::Shape { .. })));
+    assert!(matches!(
+        writer.declare("t", GgmlType::Q4_K, &[640, 2]),
+        Err(WriterError::Shape { .. })
+    ));
     writer.declare("t", GgmlType::Q8_0, &[64, 2]).unwrap();
     assert_eq!(writer.data_bytes(), 136);
     let mut data = writer.header(Vec::new()).unwrap();
-    assert!(matches!(data.tensor([&[0u8; 135][..]]), Err(WriterError::Data { got: 135, want: 136, .. })));
+    assert!(matches!(
+        data.tensor([&[0u8; 135][..]]),
+        Err(WriterError::Data {
+            got: 135,
+            want: 136,
+            ..
+        })
+    ));
     assert!(matches!(data.tensor([&[0u8; 135][..]]), Err(WriterError::Surplus)));
 }
 
@@ -44,7 +55,10 @@ fn refuses_shapes_and_data_that_do_not_fit() {
 fn an_unfinished_file_is_no_file() {
     let mut writer = Writer::new("llama");
     writer.declare("t", GgmlType::F32, &[4]).unwrap();
-    assert!(matches!(writer.header(Vec::new()).unwrap().finish(), Err(WriterError::Missing(1))));
+    assert!(matches!(
+        writer.header(Vec::new()).unwrap().finish(),
+        Err(WriterError::Missing(1))
+    ));
 }
 
 #[test]

@@ -123,7 +123,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_kernel(const __grid_const
     for (int j = 0; j < kQuads; j++) {
         const int i = column(j);
         const float4 z = scaled(y[j], scale, kEarly ? w2[j % kHeld] : late(a.w2, j));
-        store_quad<kAligned>(a.y + row * a.y_stride, i, n, y[j]);
+        if (a.y != nullptr) {
+            store_quad<kAligned>(a.y + row * a.y_stride, i, n, y[j]);
+        }
         if (a.z != nullptr) {
             store_quad<kAligned>(a.z + row * a.z_stride, i, n, z);
         }
@@ -157,7 +159,7 @@ int frt_norm(const frt_norm_args * args, frt_launch how) {
     using namespace frt;
     const frt_norm_args & a = *args;
     if (a.n_rows < 1 || a.n_cols < 1 || a.n_cols > kMaxCols || a.h == nullptr || a.x == nullptr || a.w2 == nullptr ||
-        a.y == nullptr || (a.z == nullptr && a.zq.qs == nullptr) ||
+        (a.z == nullptr && a.zq.qs == nullptr) ||
         (a.zq.qs != nullptr && (a.zq.ds == nullptr || a.n_cols % 32 != 0))) {
         return cudaErrorInvalidValue;
     }

@@ -2,4 +2,4 @@
 
 mod arena;
 
-pub use arena::{Arena, BlockSource};
+pub use arena::{Arena, Block, BlockSource, TICKET_BYTES};

@@ -35,7 +35,11 @@ pub enum GgufError {
     #[error("{what} claims {count} entries, but only {left} bytes of file are left")]
     Count { what: &'static str, count: u64, left: u64 },
     #[error("{what} {index} is empty, duplicate, too long or no UTF-8: {name:?}")]
-    Name { what: &'static str, index: u64, name: String },
+    Name {
+        what: &'static str,
+        index: u64,
+        name: String,
+    },
     #[error("key {key:?} has the unknown value type {id}")]
     ValueType { key: String, id: u32 },
     #[error("tensor {tensor:?} has the unknown type {id}")]

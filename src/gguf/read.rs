@@ -1,6 +1,6 @@
 //! The reader.
 
-use super::{tensor_bytes, Gguf, GgmlType, GgufError, Tensor, Value, ValueType, DEFAULT_ALIGNMENT};
+use super::{tensor_bytes, GgmlType, Gguf, GgufError, Tensor, Value, ValueType, DEFAULT_ALIGNMENT};
 use std::collections::HashSet;
 use std::fs::File;
 use std::io::{self, BufReader, Read};
@@ -14,7 +14,10 @@ const MAX_DIMS: u32 = 4;
 impl Gguf {
     /// Reads the header of the file at `path`.
     pub fn open(path: &Path) -> Result<Self, GgufError> {
-        let at_path = |source| GgufError::Open { path: path.to_owned(), source };
+        let at_path = |source| GgufError::Open {
+            path: path.to_owned(),
+            source,
+        };
         let file = File::open(path).map_err(at_path)?;
         let meta = file.metadata().map_err(at_path)?;
         if meta.is_dir() {
@@ -63,7 +66,11 @@ impl Gguf {
         if !tensors.is_empty() {
             place(&mut tensors, r.at.next_multiple_of(alignment), alignment, len)?;
         }
-        Ok(Gguf { metadata, tensors, alignment })
+        Ok(Gguf {
+            metadata,
+            tensors,
+            alignment,
+        })
     }
 }
 
@@ -72,11 +79,22 @@ fn place(tensors: &mut [Tensor], data: u64, alignment: u64, len: u64) -> Result<
     let mut expected = 0u64;
     for t in tensors {
         if t.start != expected {
-            return Err(GgufError::Offset { tensor: t.name.clone(), offset: t.start, expected });
+            return Err(GgufError::Offset {
+                tensor: t.name.clone(),
+                offset: t.start,
+                expected,
+            });
         }
-        let end = data.checked_add(t.start).and_then(|start| start.checked_add(t.bytes)).unwrap_or(u64::MAX);
+        let end = data
+            .checked_add(t.start)
+            .and_then(|start| start.checked_add(t.bytes))
+            .unwrap_or(u64::MAX);
         if end > len {
-            return Err(GgufError::Data { tensor: t.name.clone(), end, len });
+            return Err(GgufError::Data {
+                tensor: t.name.clone(),
+                end,
+                len,
+            });
         }
         t.start += data;
         // No overflow: the end is inside the file, and an alignment is at most 2^31.
@@ -128,7 +146,11 @@ impl<R: Read> Cursor<R> {
         let count = self.u64(what)?;
         match count.checked_mul(min_bytes) {
             Some(bytes) if bytes <= self.left() => Ok(count),
-            _ => Err(GgufError::Count { what, count, left: self.left() }),
+            _ => Err(GgufError::Count {
+                what,
+                count,
+                left: self.left(),
+            }),
         }
     }
 
@@ -151,7 +173,11 @@ impl<R: Read> Cursor<R> {
         seen: &mut HashSet<String>,
     ) -> Result<String, GgufError> {
         let bytes = self.string(what)?;
-        let bad = |bytes: &[u8]| GgufError::Name { what, index, name: String::from_utf8_lossy(bytes).into_owned() };
+        let bad = |bytes: &[u8]| GgufError::Name {
+            what,
+            index,
+            name: String::from_utf8_lossy(bytes).into_owned(),
+        };
         let name = String::from_utf8(bytes).map_err(|e| bad(e.as_bytes()))?;
         if name.is_empty() || name.len() > max || !seen.insert(name.clone()) {
             return Err(bad(name.as_bytes()));
@@ -161,7 +187,10 @@ impl<R: Read> Cursor<R> {
 
     fn value_type(&mut self, key: &str) -> Result<ValueType, GgufError> {
         let id = self.u32("a value type")?;
-        ValueType::from_id(id).ok_or_else(|| GgufError::ValueType { key: key.to_owned(), id })
+        ValueType::from_id(id).ok_or_else(|| GgufError::ValueType {
+            key: key.to_owned(),
+            id,
+        })
     }
 
     fn value(&mut self, key: &str) -> Result<Value, GgufError> {
@@ -169,10 +198,15 @@ impl<R: Read> Cursor<R> {
             ValueType::String => Ok(Value::String(self.string("a string")?)),
             ValueType::Array => match self.value_type(key)? {
                 // ggml has no arrays of arrays.
-                ValueType::Array => Err(GgufError::ValueType { key: key.to_owned(), id: ValueType::Array as u32 }),
+                ValueType::Array => Err(GgufError::ValueType {
+                    key: key.to_owned(),
+                    id: ValueType::Array as u32,
+                }),
                 ValueType::String => {
                     let n = self.count("an array of strings", ValueType::String.min_bytes())?;
-                    Ok(Value::Strings((0..n).map(|_| self.string("a string")).collect::<Result<_, _>>()?))
+                    Ok(Value::Strings(
+                        (0..n).map(|_| self.string("a string")).collect::<Result<_, _>>()?,
+                    ))
                 }
                 scalar => {
                     let n = self.count("an array", scalar.min_bytes())?;
@@ -187,14 +221,27 @@ impl<R: Read> Cursor<R> {
     fn tensor(&mut self, name: String) -> Result<Tensor, GgufError> {
         let n_dims = self.u32("a dimension count")?;
         if n_dims > MAX_DIMS {
-            return Err(GgufError::Shape { tensor: name, dims: vec![n_dims.into()] });
+            return Err(GgufError::Shape {
+                tensor: name,
+                dims: vec![n_dims.into()],
+            });
         }
-        let dims = (0..n_dims).map(|_| self.u64("a dimension")).collect::<Result<Vec<_>, _>>()?;
+        let dims = (0..n_dims)
+            .map(|_| self.u64("a dimension"))
+            .collect::<Result<Vec<_>, _>>()?;
         let id = self.u32("a tensor type")?;
-        let Some(ty) = GgmlType::from_id(id) else { return Err(GgufError::TensorType { tensor: name, id }) };
+        let Some(ty) = GgmlType::from_id(id) else {
+            return Err(GgufError::TensorType { tensor: name, id });
+        };
         let start = self.u64("a tensor offset")?;
         match tensor_bytes(ty, &dims) {
-            Some(bytes) => Ok(Tensor { name, ty, dims, start, bytes }),
+            Some(bytes) => Ok(Tensor {
+                name,
+                ty,
+                dims,
+                start,
+                bytes,
+            }),
             None => Err(GgufError::Shape { tensor: name, dims }),
         }
     }

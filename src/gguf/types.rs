@@ -82,6 +82,8 @@ impl GgmlType {
 
     /// Bytes of a row of `n` elements; `None` when `n` is no whole number of blocks or the size overflows.
     pub fn row_bytes(self, n: u64) -> Option<u64> {
-        (n % self.block_len() == 0).then(|| n / self.block_len())?.checked_mul(self.block_bytes())
+        (n % self.block_len() == 0)
+            .then(|| n / self.block_len())?
+            .checked_mul(self.block_bytes())
     }
 }

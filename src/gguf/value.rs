@@ -23,7 +23,9 @@ pub enum ValueType {
 impl ValueType {
     pub(super) fn from_id(id: u32) -> Option<Self> {
         use ValueType::*;
-        [U8, I8, U16, I16, U32, I32, F32, Bool, String, Array, U64, I64, F64].get(id as usize).copied()
+        [U8, I8, U16, I16, U32, I32, F32, Bool, String, Array, U64, I64, F64]
+            .get(id as usize)
+            .copied()
     }
 
     /// Bytes of a scalar; of strings and arrays, the bytes that even an empty one takes.

@@ -10,7 +10,11 @@ pub enum WriterError {
     #[error("write failed: {0}")]
     Io(#[from] io::Error),
     #[error("tensor {tensor:?}: {dims:?} is no whole number of {ty} blocks")]
-    Shape { tensor: String, dims: Vec<u64>, ty: &'static str },
+    Shape {
+        tensor: String,
+        dims: Vec<u64>,
+        ty: &'static str,
+    },
     #[error("tensor {tensor:?}: {got} bytes of data were given, {want} are due")]
     Data { tensor: String, got: u64, want: u64 },
     #[error("{0} tensors were declared but not written")]
@@ -75,7 +79,11 @@ impl Writer {
             head.extend(offset.to_le_bytes());
             offset = (offset + bytes).next_multiple_of(DEFAULT_ALIGNMENT);
         }
-        let mut due: Vec<_> = self.tensors.into_iter().map(|(name, _, _, bytes)| (name, bytes)).collect();
+        let mut due: Vec<_> = self
+            .tensors
+            .into_iter()
+            .map(|(name, _, _, bytes)| (name, bytes))
+            .collect();
         due.reverse();
         let mut data = DataWriter { out, due };
         data.out.write_all(&head)?;
@@ -101,7 +109,10 @@ impl<W: Write> DataWriter<W> {
     /// Writes the next tensor's data, which `fill` writes to the sink it is given.
     pub fn tensor_with(&mut self, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<(), WriterError> {
         let (tensor, want) = self.due.pop().ok_or(WriterError::Surplus)?;
-        let mut counted = Counted { out: &mut self.out, bytes: 0 };
+        let mut counted = Counted {
+            out: &mut self.out,
+            bytes: 0,
+        };
         fill(&mut counted)?;
         let got = counted.bytes;
         if got != want {
@@ -121,7 +132,9 @@ impl<W: Write> DataWriter<W> {
 
     fn pad(&mut self, written: u64) -> Result<(), WriterError> {
         let padding = written.next_multiple_of(DEFAULT_ALIGNMENT) - written;
-        Ok(self.out.write_all(&[0; DEFAULT_ALIGNMENT as usize][..padding as usize])?)
+        Ok(self
+            .out
+            .write_all(&[0; DEFAULT_ALIGNMENT as usize][..padding as usize])?)
     }
 }
 

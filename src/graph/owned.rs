@@ -49,8 +49,8 @@ static IDENTITY: [u8; 256] = {
 
 /// A graph in the host's layout.
 pub struct OwnedGraph {
-    // Boxes: tensors refer to each other by address, so none may move.
-    tensors: Vec<Box<RawTensor>>,
+    // Tensors refer to each other by address: the slice is never moved or resized.
+    tensors: Box<[RawTensor]>,
     _nodes: Vec<*mut RawTensor>,
     _used: Vec<u32>,
     _keys: Vec<*mut RawTensor>,
@@ -68,14 +68,12 @@ impl OwnedGraph {
     /// Lays a record out as the host would.
     pub fn new(record: &GraphRecord) -> Result<OwnedGraph, BuildError> {
         let count = record.tensors.len();
-        let mut tensors: Vec<Box<RawTensor>> = Vec::with_capacity(count);
-        for (i, t) in record.tensors.iter().enumerate() {
-            tensors.push(Box::new(raw_tensor(i, t)?));
-        }
-        let address = |tensors: &mut Vec<Box<RawTensor>>, from: usize, to: usize| {
+        let tensors: Result<Vec<RawTensor>, _> = record.tensors.iter().enumerate().map(|(i, t)| raw_tensor(i, t)).collect();
+        let mut tensors = tensors?.into_boxed_slice();
+        let address = |tensors: &mut Box<[RawTensor]>, from: usize, to: usize| {
             let name = record.tensors.get(from).map(|t| t.name.clone()).unwrap_or_default();
             let dangling = BuildError::DanglingReference { tensor: from, name, reference: to, count };
-            tensors.get_mut(to).map(|t| std::ptr::from_mut::<RawTensor>(t)).ok_or(dangling)
+            tensors.get_mut(to).map(std::ptr::from_mut).ok_or(dangling)
         };
         for (i, t) in record.tensors.iter().enumerate() {
             for (slot, src) in t.src.iter().enumerate() {
@@ -97,7 +95,7 @@ impl OwnedGraph {
         let mut keys = vec![std::ptr::null_mut(); size];
         let mut use_counts = vec![0i32; size];
         for (t, r) in tensors.iter_mut().zip(&record.tensors) {
-            let key: *mut RawTensor = &mut **t;
+            let key: *mut RawTensor = t;
             let mut slot = (key as usize >> 4) % size;
             while used[slot / 32] & (1 << (slot % 32)) != 0 {
                 slot = (slot + 1) % size;
@@ -159,12 +157,12 @@ impl OwnedGraph {
     /// Tensor of the record with this index.
     pub fn tensor(&self, id: TensorId) -> Tensor<'_> {
         // SAFETY: owned by `self`.
-        unsafe { Tensor::from_raw(&*self.tensors[id]) }.expect("not null")
+        unsafe { Tensor::from_raw(&self.tensors[id]) }.expect("not null")
     }
 
     /// Index in the record of a tensor of this graph.
     pub fn id(&self, t: Tensor) -> Option<TensorId> {
-        self.tensors.iter().position(|own| std::ptr::eq(&**own, t.raw()))
+        self.tensors.iter().position(|own| std::ptr::eq(own, t.raw()))
     }
 }
 

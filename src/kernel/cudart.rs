@@ -36,12 +36,14 @@ pub fn set_device(device: i32) -> Result<(), CudaError> {
     CudaError::check(unsafe { ffi::cudaSetDevice(device) })
 }
 
-/// `bytes` bytes of the current device's memory; [`free`] gives them back.
-pub fn allocate(bytes: usize) -> Result<usize, CudaError> {
+/// `bytes` bytes of the current device's memory, the first `zeroed` of them set to zero on `stream`; [`free`] gives them back.
+pub fn allocate(bytes: usize, zeroed: usize, stream: *mut c_void) -> Result<usize, CudaError> {
     let mut address = ptr::null_mut();
     // SAFETY: writes `address`.
     CudaError::check(unsafe { ffi::cudaMalloc(&mut address, bytes) })?;
-    Ok(address as usize)
+    // SAFETY: the block holds at least `zeroed` bytes and lives until `free`.
+    let set = CudaError::check(unsafe { ffi::cudaMemsetAsync(address, 0, zeroed.min(bytes), stream) });
+    set.inspect_err(|_| free(address as usize)).map(|()| address as usize)
 }
 
 /// Gives memory of [`allocate`] back. A failure means that the device is lost, and with it the memory.

@@ -100,7 +100,7 @@ pub struct NormArgs {
     pub w1: *const f32,
     /// `[n_cols]`
     pub w2: *const f32,
-    /// Sum, `[n_rows][n_cols]`
+    /// Sum, `[n_rows][n_cols]`, or null when nobody reads it.
     pub y: *mut f32,
     /// Elements between rows of `y`.
     pub y_stride: i64,

@@ -89,7 +89,11 @@ pub(crate) fn test_name(record: &Map<String, Value>) -> String {
 
 fn samples(run: &Run, test: &str) -> Vec<f64> {
     let of_test = run.records.iter().filter(|r| test_name(r) == test);
-    of_test.filter_map(|r| r.get("samples_ts")?.as_array()).flatten().filter_map(Value::as_f64).collect()
+    of_test
+        .filter_map(|r| r.get("samples_ts")?.as_array())
+        .flatten()
+        .filter_map(Value::as_f64)
+        .collect()
 }
 
 /// Samples of an arm in its best setting.
@@ -103,11 +107,19 @@ fn best(runs: &[Run], arm: Arm, test: &str) -> Result<ArmResult, ReportError> {
         let largest = samples_ts.iter().copied().fold(f64::MIN, f64::max);
         let smallest = samples_ts.iter().copied().fold(f64::MAX, f64::min);
         let spread = (largest - smallest) / median_ts;
-        Some(ArmResult { setting: setting.to_owned(), samples_ts, median_ts, spread })
+        Some(ArmResult {
+            setting: setting.to_owned(),
+            samples_ts,
+            median_ts,
+            spread,
+        })
     });
     measured
         .max_by(|a, b| a.median_ts.total_cmp(&b.median_ts))
-        .ok_or_else(|| ReportError::NoSamples { test: test.to_owned(), arm: arm.name() })
+        .ok_or_else(|| ReportError::NoSamples {
+            test: test.to_owned(),
+            arm: arm.name(),
+        })
 }
 
 /// Compares the arms in every test: each in the setting that is best for it.
@@ -115,11 +127,21 @@ pub fn outcomes(runs: &[Run], tests: &[String]) -> Result<Vec<Outcome>, ReportEr
     let compare = |test: &String| {
         let adapter = best(runs, Arm::Adapter, test)?;
         let stock = best(runs, Arm::Stock, test)?;
-        let passes = runs.iter().filter(|r| r.arm == Arm::Adapter && r.setting == adapter.setting);
-        let ratio_by_pass =
-            passes.filter_map(|run| median(&samples(run, test))).map(|pass| pass / stock.median_ts).collect();
+        let passes = runs
+            .iter()
+            .filter(|r| r.arm == Arm::Adapter && r.setting == adapter.setting);
+        let ratio_by_pass = passes
+            .filter_map(|run| median(&samples(run, test)))
+            .map(|pass| pass / stock.median_ts)
+            .collect();
         let ratio = adapter.median_ts / stock.median_ts;
-        Ok(Outcome { test: test.clone(), adapter, stock, ratio, ratio_by_pass })
+        Ok(Outcome {
+            test: test.clone(),
+            adapter,
+            stock,
+            ratio,
+            ratio_by_pass,
+        })
     };
     tests.iter().map(compare).collect()
 }
@@ -153,7 +175,10 @@ mod tests {
             run(Arm::Adapter, "opt", &[111.0, 111.0]),
         ];
         let outcome = &outcomes(&runs, &["tg128".to_owned()]).unwrap()[0];
-        assert_eq!((outcome.adapter.setting.as_str(), outcome.stock.setting.as_str()), ("default", "opt"));
+        assert_eq!(
+            (outcome.adapter.setting.as_str(), outcome.stock.setting.as_str()),
+            ("default", "opt")
+        );
         assert_eq!(outcome.ratio, 1.2);
         assert_eq!(outcome.ratio_by_pass, [1.21, 1.19]);
         assert!((outcome.adapter.spread - 4.0 / 120.0).abs() < 1e-12);
@@ -169,7 +194,11 @@ mod tests {
     #[test]
     fn tests_are_named_as_llama_bench_names_them() {
         let name = |pp: u32, tg: u32, depth: u32| {
-            test_name(json!({"n_prompt": pp, "n_gen": tg, "n_depth": depth}).as_object().unwrap())
+            test_name(
+                json!({"n_prompt": pp, "n_gen": tg, "n_depth": depth})
+                    .as_object()
+                    .unwrap(),
+            )
         };
         assert_eq!(name(512, 0, 0), "pp512");
         assert_eq!(name(0, 128, 4096), "tg128@d4096");

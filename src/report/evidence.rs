@@ -46,7 +46,10 @@ pub enum EvidenceError {
 
 /// The index of the reports in `folder`, sorted by id. Every report is verified first.
 pub fn index(folder: &Path) -> Result<Vec<Entry>, EvidenceError> {
-    let io = |source| ReportError::Io { path: folder.to_owned(), source };
+    let io = |source| ReportError::Io {
+        path: folder.to_owned(),
+        source,
+    };
     let mut names = Vec::new();
     for file in std::fs::read_dir(folder).map_err(io)? {
         let name = file.map_err(io)?.file_name().to_string_lossy().into_owned();
@@ -58,11 +61,18 @@ pub fn index(folder: &Path) -> Result<Vec<Entry>, EvidenceError> {
     let mut entries: Vec<Entry> = Vec::new();
     for name in names {
         let report = Report::load(&folder.join(&name))?;
-        report.verify().map_err(|source| EvidenceError::Unsound { report: name.clone(), source })?;
+        report.verify().map_err(|source| EvidenceError::Unsound {
+            report: name.clone(),
+            source,
+        })?;
         for h in &report.headlines {
             if let Some(first) = entries.iter().find(|e| e.id == h.id) {
                 let (id, first) = (h.id.clone(), first.report.clone());
-                return Err(EvidenceError::Duplicate { id, first, second: name });
+                return Err(EvidenceError::Duplicate {
+                    id,
+                    first,
+                    second: name,
+                });
             }
             let suffix = if report.build.dirty == Some(true) { "-dirty" } else { "" };
             entries.push(Entry {
@@ -106,7 +116,10 @@ pub fn render(text: &str, entries: &[Entry]) -> Result<String, EvidenceError> {
         let at = n + 1;
         let mut rest = line;
         while let Some((before, marked)) = rest.split_once(OPEN) {
-            let open = |id: &str| EvidenceError::Open { line: at, id: id.to_owned() };
+            let open = |id: &str| EvidenceError::Open {
+                line: at,
+                id: id.to_owned(),
+            };
             let (name, contents) = marked.split_once("-->").ok_or_else(|| open(marked.trim()))?;
             let name = name.trim();
             let (_, after) = contents.split_once(CLOSE).ok_or_else(|| open(name))?;
@@ -119,8 +132,13 @@ pub fn render(text: &str, entries: &[Entry]) -> Result<String, EvidenceError> {
 }
 
 fn quoted(name: &str, line: usize, entries: &[Entry]) -> Result<String, EvidenceError> {
-    let (id, field) = name.split_once('#').map_or((name, None), |(id, field)| (id, Some(field)));
-    let entry = entries.iter().find(|e| e.id == id).ok_or(EvidenceError::UnknownId { line, id: id.to_owned() })?;
+    let (id, field) = name
+        .split_once('#')
+        .map_or((name, None), |(id, field)| (id, Some(field)));
+    let entry = entries.iter().find(|e| e.id == id).ok_or(EvidenceError::UnknownId {
+        line,
+        id: id.to_owned(),
+    })?;
     let unknown = || "unknown".to_owned();
     match field {
         None if entry.unit == "x" => Ok(format!("{:.2}x", entry.value)),
@@ -128,7 +146,10 @@ fn quoted(name: &str, line: usize, entries: &[Entry]) -> Result<String, Evidence
         Some("gpu") => Ok(entry.gpu.clone().unwrap_or_else(unknown)),
         Some("commit") => Ok(entry.commit.clone().unwrap_or_else(unknown)),
         Some("report") => Ok(entry.report.clone()),
-        Some(field) => Err(EvidenceError::UnknownField { line, field: field.to_owned() }),
+        Some(field) => Err(EvidenceError::UnknownField {
+            line,
+            field: field.to_owned(),
+        }),
     }
 }
 
@@ -152,16 +173,28 @@ mod tests {
     fn markers_are_filled_and_filling_again_changes_nothing() {
         let text = "a <!-- ev:tg128/m -->?<!-- /ev --> on <!-- ev:tg128/m#gpu --><!-- /ev -->\nb\n";
         let once = render(text, &entries()).unwrap();
-        assert_eq!(once, "a <!-- ev:tg128/m -->1.31x<!-- /ev --> on <!-- ev:tg128/m#gpu -->GPU<!-- /ev -->\nb\n");
+        assert_eq!(
+            once,
+            "a <!-- ev:tg128/m -->1.31x<!-- /ev --> on <!-- ev:tg128/m#gpu -->GPU<!-- /ev -->\nb\n"
+        );
         assert_eq!(render(&once, &entries()).unwrap(), once);
     }
 
     #[test]
     fn bad_markers_are_named_with_their_line() {
         for (text, message) in [
-            ("\n<!-- ev:absent -->1<!-- /ev -->", "line 2: no evidence has the id \"absent\""),
-            ("<!-- ev:tg128/m#colour -->1<!-- /ev -->", "line 1: unknown field \"colour\""),
-            ("<!-- ev:tg128/m -->1\n<!-- /ev -->", "line 1: the marker of \"tg128/m\" is not closed"),
+            (
+                "\n<!-- ev:absent -->1<!-- /ev -->",
+                "line 2: no evidence has the id \"absent\"",
+            ),
+            (
+                "<!-- ev:tg128/m#colour -->1<!-- /ev -->",
+                "line 1: unknown field \"colour\"",
+            ),
+            (
+                "<!-- ev:tg128/m -->1\n<!-- /ev -->",
+                "line 1: the marker of \"tg128/m\" is not closed",
+            ),
         ] {
             let error = render(text, &entries()).unwrap_err().to_string();
             assert!(error.starts_with(message), "{error}");

@@ -31,7 +31,13 @@ pub enum ReportError {
     #[error("the runs have no samples of {test} for the {arm} arm")]
     NoSamples { test: String, arm: &'static str },
     #[error("{what} is {stated} in the report, but its samples give {computed}")]
-    Differs { what: String, stated: String, computed: String },
+    Differs {
+        what: String,
+        stated: String,
+        computed: String,
+    },
+    #[error("{0} is null, and the report does not say why")]
+    Unexplained(String),
     #[error("headline {0} names no outcome and no series of the report")]
     Dangling(String),
 }
@@ -188,11 +194,20 @@ pub struct Headline {
 impl Report {
     /// Reads a report.
     pub fn load(path: &Path) -> Result<Self, ReportError> {
-        let text = std::fs::read_to_string(path).map_err(|source| ReportError::Io { path: path.to_owned(), source })?;
-        let no_report = |source| ReportError::Json { path: path.to_owned(), source };
+        let text = std::fs::read_to_string(path).map_err(|source| ReportError::Io {
+            path: path.to_owned(),
+            source,
+        })?;
+        let no_report = |source| ReportError::Json {
+            path: path.to_owned(),
+            source,
+        };
         let value: Value = serde_json::from_str(&text).map_err(no_report)?;
         if let Some(found) = value["schema"].as_u64().filter(|found| *found != u64::from(SCHEMA)) {
-            return Err(ReportError::Schema { path: path.to_owned(), found: found as u32 });
+            return Err(ReportError::Schema {
+                path: path.to_owned(),
+                found: found as u32,
+            });
         }
         serde_json::from_value(value).map_err(no_report)
     }
@@ -207,26 +222,64 @@ impl Report {
         let outcome = self.outcomes.iter().find(|o| o.test == test);
         let value = outcome.ok_or_else(|| ReportError::Dangling(id.to_owned()))?.ratio;
         let (id, of) = (id.to_owned(), test.to_owned());
-        self.headlines.push(Headline { id, of, value, unit: "x".to_owned(), better: Better::Higher });
+        self.headlines.push(Headline {
+            id,
+            of,
+            value,
+            unit: "x".to_owned(),
+            better: Better::Higher,
+        });
         Ok(())
     }
 
-    /// Computes every outcome and headline again and holds them against what is stated.
+    /// Computes every outcome and headline again and holds them against what is stated; and sees to it that every null field
+    /// has its reason.
     pub fn verify(&self) -> Result<(), ReportError> {
+        if let Some(path) = self.unexplained() {
+            return Err(ReportError::Unexplained(path));
+        }
         if self.kind == Kind::Bench {
             let computed = outcomes(&self.runs, &self.workload.tests)?;
             for (stated, computed) in self.outcomes.iter().zip(&computed) {
                 same(&format!("the ratio of {}", computed.test), stated.ratio, computed.ratio)?;
             }
-            same("the number of outcomes", self.outcomes.len() as f64, computed.len() as f64)?;
+            same(
+                "the number of outcomes",
+                self.outcomes.len() as f64,
+                computed.len() as f64,
+            )?;
         }
         for h in &self.headlines {
             let ratio = self.outcomes.iter().find(|o| o.test == h.of).map(|o| o.ratio);
-            let series = || self.series.iter().find(|s| s.name == h.of).and_then(|s| median(&s.samples));
-            let computed = ratio.or_else(series).ok_or_else(|| ReportError::Dangling(h.id.clone()))?;
+            let series = || {
+                self.series
+                    .iter()
+                    .find(|s| s.name == h.of)
+                    .and_then(|s| median(&s.samples))
+            };
+            let computed = ratio
+                .or_else(series)
+                .ok_or_else(|| ReportError::Dangling(h.id.clone()))?;
             same(&h.id, h.value, computed)?;
         }
         Ok(())
+    }
+}
+
+impl Report {
+    /// Path of the first null field of which neither it nor its section is listed in `missing`.
+    fn unexplained(&self) -> Option<String> {
+        let whole = serde_json::to_value(self).expect("a report has only text, numbers and lists");
+        let null_fields = ["machine", "build", "workload"].into_iter().flat_map(|section| {
+            let fields = whole[section].as_object().into_iter().flatten();
+            fields
+                .filter(|(_, value)| value.is_null())
+                .map(move |(field, _)| (section, format!("{section}.{field}")))
+        });
+        null_fields
+            .filter(|(section, path)| !self.missing.contains_key(*section) && !self.missing.contains_key(path))
+            .map(|(_, path)| path)
+            .next()
     }
 }
 
@@ -236,7 +289,11 @@ fn same(what: &str, stated: f64, computed: f64) -> Result<(), ReportError> {
         return Ok(());
     }
     let (stated, computed) = (stated.to_string(), computed.to_string());
-    Err(ReportError::Differs { what: what.to_owned(), stated, computed })
+    Err(ReportError::Differs {
+        what: what.to_owned(),
+        stated,
+        computed,
+    })
 }
 
 /// The middle value, or the mean of the two in the middle.

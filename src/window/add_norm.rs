@@ -1,8 +1,8 @@
 //! ADD_NORM: the residual addition and the norm that follows it, in one launch.
 
 use super::pattern::{Match, Pattern, Step};
-use super::{exact, f32_rows, f32_vector, no_params_from, q8_or_none, row_stride, Decline, KernelCall, MayAlias, Resources, Window};
-use crate::graph::Op;
+use super::{exact, constant_vector, f32_rows, no_params_from, q8_or_none, row_stride, Decline, KernelCall, MayAlias, Resources, Window};
+use crate::graph::{HostView, Op};
 use crate::kernel::NormArgs;
 use std::sync::LazyLock;
 
@@ -27,18 +27,18 @@ pub static ADD_NORM: Window = Window {
     uses_scratch: false,
     q8_input: |_| None,
     q8_output: Some("z"),
-    guard: |m, _host| guard_rows(m),
+    guard: guard_rows,
     scratch_bytes: |_| 0,
     calls: norm_calls,
 };
 
-/// Rows of a decode step: more of them keep the GPU busy one operation at a time, where stock's norms do as well.
-const MAX_ROWS: i64 = 64;
+/// One block a row: up to the largest ubatch that users set.
+const MAX_ROWS: i64 = 8192;
 /// Widest row that the kernel keeps in registers.
 const MAX_COLS: i64 = 16384;
 
 /// What ADD_NORM and SANDWICH_NORM share.
-pub(super) fn guard_rows(m: &Match) -> Result<(), Decline> {
+pub(super) fn guard_rows(m: &Match, host: HostView) -> Result<(), Decline> {
     let h = m.tensor("h");
     for role in ["h", "x", "y", "z"] {
         let t = m.tensor(role);
@@ -54,7 +54,7 @@ pub(super) fn guard_rows(m: &Match) -> Result<(), Decline> {
     if n_cols > MAX_COLS || n_cols % 4 != 0 {
         return Err(Decline::new("shape", format!("rows of {n_cols} values")));
     }
-    f32_vector("w2", m.tensor("w2"), n_cols)?;
+    constant_vector("w2", m.tensor("w2"), n_cols, host)?;
     no_params_from("y", m.tensor("y"), 0)?;
     no_params_from("n2", m.tensor("n2"), 1)?;
     no_params_from("z", m.tensor("z"), 0)
@@ -72,7 +72,7 @@ pub(super) fn norm_calls(m: &Match, r: &Resources) -> Vec<KernelCall> {
         x_stride: row_stride(x),
         w1: w1 as _,
         w2: m.tensor("w2").data() as _,
-        y: y.data() as _,
+        y: if m.is_unread("y") { std::ptr::null_mut() } else { y.data() as _ },
         y_stride: row_stride(y),
         z: if r.drop_output_f32 { std::ptr::null_mut() } else { z.data() as _ },
         z_stride: row_stride(z),

@@ -14,13 +14,25 @@ pub fn check(window: &Window, m: &Match, graph: GraphRef, ops: &[Op], host: Host
     regions(window, m, graph, host)
 }
 
+/// Marks the outputs that only nodes of the run read. ggml's allocator knows that nobody else does and may have put another
+/// output in their place.
+pub fn mark_unread_outputs(m: &mut Match, graph: GraphRef) {
+    let outputs: Vec<(Role, Tensor)> = m.outputs().collect();
+    for (role, t) in outputs {
+        let inside: usize = m.nodes().map(|(_, n)| n.srcs().filter(|&s| s == t).count()).sum();
+        if inside > 0 && inside as i64 == i64::from(graph.uses(t)) && !t.is_output() && t.view_src().is_none() {
+            m.set_unread(role);
+        }
+    }
+}
+
 fn steps(m: &Match) -> Result<(), Decline> {
     for (role, node) in m.nodes() {
         if node.flags() & FLAG_COMPUTE == 0 {
             return Err(Decline::new("not to be computed", format!("{role} {node:?}")));
         }
         // A narrower intermediate result would be rounded where the kernel keeps f32.
-        if !m.outputs().any(|(_, o)| o == node) && !node.is(DType::F32) {
+        if !m.is_output(role) && !node.is(DType::F32) {
             return Err(Decline::new("type", format!("{role} {node:?} is not f32")));
         }
     }
@@ -29,29 +41,36 @@ fn steps(m: &Match) -> Result<(), Decline> {
 
 /// Interior results are never written, so only nodes of the run may read them.
 fn interior_uses(m: &Match, graph: GraphRef, ops: &[Op]) -> Result<(), Decline> {
-    let is_output = |t: Tensor| m.outputs().any(|(_, o)| o == t);
-    let mut inside: Vec<Tensor> = m.nodes().map(|(_, t)| t).collect();
-    let mut unwritten: Vec<Tensor> = inside.iter().copied().filter(|&t| !is_output(t)).collect();
-    for i in m.start..m.end {
-        let node = graph.node(i);
-        if ops[i].is_view() {
-            if node.srcs().any(|s| unwritten.contains(&s)) {
-                unwritten.push(node);
-            }
-            inside.push(node);
+    let mut unwritten: Vec<(Tensor, i32)> = Vec::with_capacity(m.end - m.start);
+    for (role, t) in m.nodes() {
+        if !m.is_output(role) {
+            unwritten.push((t, 0));
         }
     }
-    for &t in &unwritten {
+    let run = m.start..m.end;
+    for (i, op) in run.clone().zip(&ops[run]) {
+        let node = graph.node(i);
+        let mut reads = false;
+        for src in node.srcs() {
+            if let Some((_, uses)) = unwritten.iter_mut().find(|(t, _)| *t == src) {
+                *uses += 1;
+                reads = true;
+            }
+        }
+        if op.is_view() && reads {
+            unwritten.push((node, 0));
+        }
+    }
+    for &(t, uses) in &unwritten {
         if t.is_output() {
             return Err(Decline::new("interior is a graph output", format!("{t:?}")));
         }
-        let uses: usize = inside.iter().map(|n| n.srcs().filter(|&s| s == t).count()).sum();
-        if uses as i64 != i64::from(graph.uses(t)) {
+        if uses != graph.uses(t) {
             let detail = format!("{t:?} has {} uses, {uses} of them inside", graph.uses(t));
             return Err(Decline::new("interior is read elsewhere", detail));
         }
         if let Some(root) = t.view_src() {
-            if !unwritten.contains(&root) {
+            if !unwritten.iter().any(|(u, _)| *u == root) {
                 return Err(Decline::new("interior is computed in place", format!("{t:?} over {root:?}")));
             }
         }

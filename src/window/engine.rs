@@ -11,6 +11,7 @@ use crate::graph::{GraphRef, HostView, Op};
 use crate::kernel::{CudaError, Launch};
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::ffi::c_void;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -36,8 +37,8 @@ pub trait Backend: BlockSource + Send + Sync {
 struct Cuda;
 
 impl BlockSource for Cuda {
-    fn allocate(&self, bytes: usize) -> Result<usize, String> {
-        crate::kernel::cudart::allocate(bytes).map_err(|e| e.to_string())
+    fn allocate(&self, bytes: usize, zeroed: usize, stream: *mut c_void) -> Result<usize, String> {
+        crate::kernel::cudart::allocate(bytes, zeroed, stream).map_err(|e| e.to_string())
     }
     fn free(&self, address: usize) {
         crate::kernel::cudart::free(address);
@@ -457,8 +458,8 @@ impl Engine {
         let matched = match_graph(graph, *host, |window| !off[window]);
         let edges = edges(&matched, graph, *host);
         let layout = Layout::new(&matched, &edges);
-        let base = match context.arena.reserve(layout.bytes, &*self.backend) {
-            Ok(base) => base,
+        let block = match context.arena.reserve(layout.bytes, &*self.backend, host.stream()) {
+            Ok(block) => block,
             Err(e) => {
                 let text = format!("no memory for {} bytes of scratch: {e}; stock kernels run instead", layout.bytes);
                 lock(&self.messages).push((LogLevel::Warn, text));
@@ -470,9 +471,10 @@ impl Engine {
         for (i, site) in matched.sites.iter().enumerate() {
             let incoming = edges.iter().position(|e| e.consumers.contains(&i));
             let outgoing = edges.iter().position(|e| e.producer == i);
-            let q8 = |e: usize| Q8Buffer::at(base + layout.edges[e], edges[e].k, edges[e].n_tokens);
+            let q8 = |e: usize| Q8Buffer::at(block.scratch + layout.edges[e], edges[e].k, edges[e].n_tokens);
             let resources = Resources {
-                scratch: base + layout.scratch[i],
+                scratch: block.scratch + layout.scratch[i],
+                tickets: block.tickets,
                 input_q8: incoming.map(q8),
                 output_q8: outgoing.map(q8),
                 drop_output_f32: outgoing.is_some_and(|e| edges[e].drop_f32),

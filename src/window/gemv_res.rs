@@ -2,7 +2,7 @@
 
 use super::mat_vec::{guard_mat_vec, launch, segment, wants_q8};
 use super::pattern::{Match, Pattern, Step};
-use super::{exact, f32_rows, f32_vector, no_params_from, row_stride, Decline, KernelCall, MayAlias, Resources, Window};
+use super::{exact, constant_vector, f32_rows, no_params_from, row_stride, Decline, KernelCall, MayAlias, Resources, Window};
 use crate::graph::{HostView, Op};
 use crate::kernel::Glu;
 use std::sync::LazyLock;
@@ -43,7 +43,7 @@ fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
     }
     if let Some(add) = m.node("mb") {
         no_params_from("mb", add, 0)?;
-        f32_vector("b", m.tensor("b"), mm.ne()[0])?;
+        constant_vector("b", m.tensor("b"), mm.ne()[0], host)?;
     }
     if let Some(add) = m.node("y") {
         no_params_from("y", add, 0)?;

@@ -3,6 +3,7 @@
 use super::checks;
 use super::pattern::{find, Match};
 use super::{Decline, Q8Buffer, Window, WINDOWS};
+use crate::cache::TICKET_BYTES;
 use crate::graph::{GraphRef, HostView, Op, Region, Tensor};
 use std::collections::HashMap;
 
@@ -44,22 +45,18 @@ pub struct Matched<'g> {
 
 /// Finds the sites of all windows that `enabled` lets through.
 pub fn match_graph<'g>(graph: GraphRef<'g>, host: HostView, enabled: impl Fn(usize) -> bool) -> Matched<'g> {
-    let ops: Vec<Op> = graph.nodes().map(|t| if t.is_empty() { Op::None } else { graph.op(t) }).collect();
-    let mut claimed = vec![false; ops.len()];
+    let mut ops: Vec<Op> = graph.nodes().map(|t| if t.is_empty() { Op::None } else { graph.op(t) }).collect();
     let mut matched = Matched::default();
     for (index, window) in WINDOWS.iter().enumerate() {
         if !enabled(index) {
             continue;
         }
         for start in 0..ops.len() {
-            if claimed[start] {
-                continue;
-            }
-            let free = (start..ops.len()).find(|&i| claimed[i]).unwrap_or(ops.len());
-            match best(window, graph, &ops[..free], start, host) {
+            match best(window, graph, &ops, start, host) {
                 None => {}
                 Some(Ok(m)) => {
-                    claimed[m.start..m.end].fill(true);
+                    // No pattern has such a step: later windows neither start here nor run across.
+                    ops[m.start..m.end].fill(Op::Other);
                     matched.sites.push(Site { window: index, m });
                 }
                 Some(Err(decline)) => {
@@ -84,7 +81,8 @@ fn best<'g>(
     let pattern = (window.pattern)();
     let mut first = None;
     let mut ops = ops;
-    while let Some(m) = find(pattern, graph, ops, start) {
+    while let Some(mut m) = find(pattern, graph, ops, start) {
+        checks::mark_unread_outputs(&mut m, graph);
         let verdict = if host.cc() < window.min_cc {
             Err(Decline::new("GPU", format!("sm_{}, at least sm_{} needed", host.cc(), window.min_cc)))
         } else {
@@ -141,8 +139,9 @@ pub fn edges(matched: &Matched, graph: GraphRef, host: HostView) -> Vec<Edge> {
         let Some(role) = (site.window().q8_input)(&site.m) else { continue };
         let x = site.m.tensor(role);
         let Some(&producer) = producers.get(&x) else { continue };
-        // Rows of a hand-off are 16-byte aligned, and a GLU leaves whole blocks.
-        if x.ne()[0] % 32 != 0 || x.n_rows() > crate::kernel::MAX_TOKENS as i64 {
+        // Whole blocks, rows of 16 bytes, and a counter for each block at the most.
+        let counters = x.ne()[0] / 32 * x.n_rows() * 4;
+        if x.ne()[0] % 32 != 0 || x.n_rows() > crate::kernel::MAX_TOKENS as i64 || counters > TICKET_BYTES as i64 {
             continue;
         }
         let uses = site.m.nodes().map(|(_, n)| n.srcs().filter(|&s| s == x).count() as i32).sum::<i32>();

@@ -76,6 +76,8 @@ impl Decline {
 pub struct Resources {
     /// Start of the window's scratch bytes.
     pub scratch: usize,
+    /// [`crate::cache::TICKET_BYTES`] of counters that are zero and are left so.
+    pub tickets: usize,
     /// The input as q8 blocks, when its producer hands it over.
     pub input_q8: Option<Q8Buffer>,
     /// Where to leave the output as q8 blocks, when a reader wants them.
@@ -178,9 +180,13 @@ fn f32_rows(role: Role, t: Tensor) -> Result<(), Decline> {
     Ok(())
 }
 
-/// `t` is one contiguous f32 row of `n` values.
-fn f32_vector(role: Role, t: Tensor, n: i64) -> Result<(), Decline> {
+/// `t` is one contiguous f32 row of `n` values that does not change during a graph: kernels may fetch it before the work of
+/// their predecessors is over.
+fn constant_vector(role: Role, t: Tensor, n: i64, host: HostView) -> Result<(), Decline> {
     f32_rows(role, t)?;
+    if host.buffer_kind(t) != crate::graph::BufferKind::OwnWeights {
+        return Err(Decline::new("not a weight", format!("{role} {t:?} is not in a weights buffer")));
+    }
     if t.ne() != [n, 1, 1, 1] {
         return Err(Decline::new("shape", format!("{role} {t:?} is not a vector of {n}")));
     }

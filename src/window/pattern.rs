@@ -83,6 +83,8 @@ pub struct Pattern {
     externals: Vec<Role>,
     outputs: Vec<usize>,
     with: Vec<Option<usize>>,
+    /// Operations that the first node of a run can have, as bits.
+    first: u64,
 }
 
 impl Pattern {
@@ -122,7 +124,10 @@ impl Pattern {
                 _ => None,
             })
             .collect();
-        Pattern { steps, operands, externals, outputs, with }
+        let required = |step: usize| steps[step].presence == Presence::Required;
+        let starts = |operands: &Vec<Operand>| operands.iter().all(|o| !matches!(o, Operand::Step(e) if required(*e)));
+        let first = steps.iter().zip(&operands).filter(|(_, o)| starts(o)).fold(0, |bits, (s, _)| bits | 1 << s.op as u8);
+        Pattern { steps, operands, externals, outputs, with, first }
     }
 
     /// The steps.
@@ -137,9 +142,11 @@ impl Pattern {
 
     /// Operation that the first node of a run can have.
     fn may_start_with(&self, op: Op) -> bool {
-        self.steps.iter().zip(&self.operands).any(|(s, operands)| {
-            s.op == op && operands.iter().all(|o| !matches!(o, Operand::Step(e) if self.is_required(*e)))
-        })
+        self.first & (1 << op as u8) != 0
+    }
+
+    fn step(&self, role: Role) -> Option<usize> {
+        self.steps.iter().position(|s| s.result == role)
     }
 
     fn is_required(&self, step: usize) -> bool {
@@ -153,6 +160,8 @@ pub struct Match<'g> {
     pattern: &'g Pattern,
     steps: [Option<Tensor<'g>>; MAX_STEPS],
     externals: [Option<Tensor<'g>>; MAX_EXTERNALS],
+    /// Steps that are outputs by the pattern, but that nobody outside of this run reads, as bits.
+    unread: u32,
     /// Index of the run's first node.
     pub start: usize,
     /// Index past the run's last node.
@@ -162,7 +171,7 @@ pub struct Match<'g> {
 impl<'g> Match<'g> {
     /// The tensor with this name, if it is there. The result of a missing optional step is that of its first operand.
     pub fn get(&self, role: Role) -> Option<Tensor<'g>> {
-        match self.pattern.steps.iter().position(|s| s.result == role) {
+        match self.pattern.step(role) {
             Some(step) => self.result(step),
             None => self.pattern.externals.iter().position(|&e| e == role).and_then(|slot| self.externals[slot]),
         }
@@ -183,12 +192,29 @@ impl<'g> Match<'g> {
 
     /// The node of a step, without falling back to its operand when it is missing.
     pub fn node(&self, step: Role) -> Option<Tensor<'g>> {
-        self.pattern.steps.iter().position(|s| s.result == step).and_then(|i| self.steps[i])
+        self.pattern.step(step).and_then(|i| self.steps[i])
     }
 
-    /// The results that others may read: for a missing optional output, what takes its place.
+    /// The results that others read: for a missing optional output, what takes its place.
     pub fn outputs(&self) -> impl Iterator<Item = (Role, Tensor<'g>)> + '_ {
-        self.pattern.outputs.iter().filter_map(|&o| Some((self.pattern.steps[o].result, self.result(o)?)))
+        let outputs = self.pattern.outputs.iter().filter(|&&o| self.unread & (1 << o) == 0);
+        outputs.filter_map(|&o| Some((self.pattern.steps[o].result, self.result(o)?)))
+    }
+
+    /// The output with this name is read by nobody outside of this run: it need not be written.
+    pub fn set_unread(&mut self, output: Role) {
+        self.unread |= self.pattern.step(output).map_or(0, |o| 1 << o);
+    }
+
+    /// Need the output with this name not be written?
+    pub fn is_unread(&self, output: Role) -> bool {
+        self.pattern.step(output).is_some_and(|o| self.unread & (1 << o) != 0)
+    }
+
+    /// Is the step with this name one of the outputs, itself or in place of one that is missing?
+    pub fn is_output(&self, step: Role) -> bool {
+        let node = self.node(step);
+        self.outputs().any(|(_, t)| Some(t) == node)
     }
 
     /// Every node of a step.
@@ -239,11 +265,12 @@ pub fn find<'g>(pattern: &'g Pattern, graph: GraphRef<'g>, ops: &[Op], start: us
     if !ops.get(start).is_some_and(|&op| pattern.may_start_with(op)) {
         return None;
     }
-    let state = Match { pattern, steps: [None; MAX_STEPS], externals: [None; MAX_EXTERNALS], start, end: start };
-    extend(graph, ops, state)
+    let mut state = Match { pattern, steps: [None; MAX_STEPS], externals: [None; MAX_EXTERNALS], unread: 0, start, end: start };
+    extend(graph, ops, &mut state).then_some(state)
 }
 
-fn extend<'g>(graph: GraphRef<'g>, ops: &[Op], state: Match<'g>) -> Option<Match<'g>> {
+/// Binds nodes from `state.end` on. Leaves the state as it was when there is no match.
+fn extend<'g>(graph: GraphRef<'g>, ops: &[Op], state: &mut Match<'g>) -> bool {
     let pattern = state.pattern;
     let mut position = state.end;
     while position < ops.len() && ops[position].is_view() {
@@ -252,59 +279,63 @@ fn extend<'g>(graph: GraphRef<'g>, ops: &[Op], state: Match<'g>) -> Option<Match
     if position < ops.len() {
         let node = graph.node(position);
         for (i, step) in pattern.steps.iter().enumerate() {
-            if state.steps[i].is_some() || step.op != ops[position] {
+            if step.op != ops[position] || state.steps[i].is_some() {
                 continue;
             }
             for exchanged in [false, true] {
                 if exchanged && !step.commutes {
                     break;
                 }
-                let mut next = state.clone();
-                if bind(graph, &mut next, i, node, exchanged) {
-                    next.end = position + 1;
-                    if let Some(found) = extend(graph, ops, next) {
-                        return Some(found);
-                    }
+                let Some(fresh) = bind(graph, state, i, node, exchanged) else { continue };
+                let end = std::mem::replace(&mut state.end, position + 1);
+                if extend(graph, ops, state) {
+                    return true;
                 }
+                state.end = end;
+                state.steps[i] = None;
+                release(state, fresh);
             }
         }
     }
-    (state.end > state.start && state.is_complete()).then_some(state)
+    state.end > state.start && state.is_complete()
 }
 
-/// Takes `node` for step `i` if its operands agree with what is bound already.
-fn bind<'g>(graph: GraphRef<'g>, state: &mut Match<'g>, i: usize, node: Tensor<'g>, exchanged: bool) -> bool {
+/// Takes `node` for step `i` if its operands agree with what is bound already. Returns the externals it bound, as bits.
+fn bind<'g>(graph: GraphRef<'g>, state: &mut Match<'g>, i: usize, node: Tensor<'g>, exchanged: bool) -> Option<u32> {
     let pattern = state.pattern;
-    if let Some(other) = pattern.with[i] {
-        if state.steps[other].is_none() {
-            return false;
-        }
+    if pattern.with[i].is_some_and(|other| state.steps[other].is_none()) {
+        return None;
     }
     let operands = &pattern.operands[i];
-    for (position, &operand) in operands.iter().enumerate() {
+    let mut fresh = 0;
+    let agree = operands.iter().enumerate().all(|(position, &operand)| {
         let source = node.src(if exchanged && position < 2 { 1 - position } else { position });
         match (operand, source) {
             (Operand::Step(earlier), Some(source)) => {
-                if state.result(earlier) != Some(look_through(graph, source)) {
-                    return false;
-                }
+                state.result(earlier).is_some_and(|t| t == source || t == look_through(graph, source))
             }
-            (Operand::External { slot, .. }, Some(source)) => match state.externals[slot] {
-                Some(bound) if bound != source => return false,
-                _ => state.externals[slot] = Some(source),
-            },
-            (Operand::External { optional: true, slot }, None) => {
-                if state.externals[slot].is_some() {
-                    return false;
-                }
+            (Operand::External { slot, .. }, Some(source)) => {
+                let bound = *state.externals[slot].get_or_insert_with(|| {
+                    fresh |= 1 << slot;
+                    source
+                });
+                bound == source
             }
-            (_, None) => return false,
+            (Operand::External { optional, slot }, None) => optional && state.externals[slot].is_none(),
+            (Operand::Step(_), None) => false,
         }
-    }
+    });
     // Operands that the pattern does not know of would be ignored.
-    if (operands.len()..crate::graph::raw::MAX_SRC).any(|extra| node.src(extra).is_some()) {
-        return false;
+    if !agree || (operands.len()..crate::graph::raw::MAX_SRC).any(|extra| node.src(extra).is_some()) {
+        release(state, fresh);
+        return None;
     }
     state.steps[i] = Some(node);
-    true
+    Some(fresh)
+}
+
+fn release(state: &mut Match, externals: u32) {
+    for slot in (0..MAX_EXTERNALS).filter(|slot| externals & (1 << slot) != 0) {
+        state.externals[slot] = None;
+    }
 }

@@ -4,7 +4,7 @@
 
 use super::mat_vec::{guard_mat_vec, launch, segment, wants_q8};
 use super::pattern::{Match, Pattern, Role, Step};
-use super::{any, f32_vector, no_params_from, Decline, KernelCall, MayAlias, Resources, Window};
+use super::{any, constant_vector, no_params_from, Decline, KernelCall, MayAlias, Resources, Window};
 use crate::graph::{DType, HostView, Op, Tensor};
 use crate::kernel::{Glu, QkvPart, QkvTailArgs, Rope, RopeMode};
 use std::sync::LazyLock;
@@ -106,13 +106,13 @@ fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
         let width = m.tensor(b.mat_vec).ne()[0];
         if let Some(add) = m.node(b.bias_add) {
             no_params_from(b.bias_add, add, 0)?;
-            f32_vector(b.bias, m.tensor(b.bias), width)?;
+            constant_vector(b.bias, m.tensor(b.bias), width, host)?;
         }
         if let Some((norm, scaled, weight)) = b.norm {
             if let Some(node) = m.node(norm) {
                 no_params_from(norm, node, 1)?;
                 no_params_from(scaled, m.tensor(scaled), 0)?;
-                f32_vector(weight, m.tensor(weight), node.ne()[0])?;
+                constant_vector(weight, m.tensor(weight), node.ne()[0], host)?;
                 let head = b.rope.map_or(node.ne()[0], |r| m.tensor(r).ne()[0]);
                 if node.ne()[0] != head || !node.is(DType::F32) {
                     return Err(Decline::new("shape", format!("{norm} {node:?} does not norm heads of {head}")));
@@ -128,7 +128,7 @@ fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
     }
     guard_one_rope(m.tensor("qr"), m.tensor("kr"))?;
     if let Some(ff) = m.get("ff") {
-        f32_vector("ff", ff, i64::from(m.tensor("qr").param_i32(1)) / 2)?;
+        constant_vector("ff", ff, i64::from(m.tensor("qr").param_i32(1)) / 2, host)?;
     }
     let q = m.tensor("qs");
     if !q.is(DType::F32) || !q.same_shape(m.tensor("qr")) || q.nb()[0] != 4 {
@@ -185,6 +185,9 @@ fn guard_store(m: &Match, role: Role, rows_role: Role, width: i64) -> Result<(),
         return Err(Decline::new("cache type", format!("{role} {store:?}")));
     };
     let source = store.src(0).expect("an operand of the pattern");
+    if width % m.tensor("kr").ne()[0] != 0 {
+        return Err(Decline::new("shape", format!("{role} {store:?}: {width} values are no whole number of K's heads")));
+    }
     let fits = store.ne()[0] == width
         && store.ne()[2..] == [1, 1]
         && source.ne() == [width, n_tokens, 1, 1]
@@ -247,16 +250,14 @@ fn calls(m: &Match, r: &Resources) -> Vec<KernelCall> {
 }
 
 fn tail_part(m: &Match, b: &Branch, src: usize, width: i64) -> QkvPart {
-    let mut part = QkvPart { src: src as _, src_stride: width, n_heads: 1, head_dim: width as i32, ..QkvPart::NONE };
+    let mut part = QkvPart { src: src as _, src_stride: width, ..QkvPart::NONE };
     if let Some(rope) = b.rope.map(|r| m.tensor(r)) {
         (part.head_dim, part.n_heads) = (rope.ne()[0] as i32, rope.ne()[1] as i32);
         part.rope = rope_mode(rope).expect("checked by the guard") as i32;
     } else {
         // V is only stored: any split into heads will do, and K's spreads it over as many blocks.
         let head_dim = m.tensor("kr").ne()[0];
-        if width % head_dim == 0 {
-            (part.head_dim, part.n_heads) = (head_dim as i32, (width / head_dim) as i32);
-        }
+        (part.head_dim, part.n_heads) = (head_dim as i32, (width / head_dim) as i32);
     }
     if let Some((norm, weight)) = b.norm.and_then(|(n, _, w)| Some((m.node(n)?, m.tensor(w)))) {
         part.norm_w = weight.data() as _;

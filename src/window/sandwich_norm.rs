@@ -2,7 +2,7 @@
 
 use super::add_norm::{guard_rows, norm_calls};
 use super::pattern::{Match, Pattern, Step};
-use super::{exact, f32_vector, no_params_from, Decline, MayAlias, Window};
+use super::{exact, constant_vector, no_params_from, Decline, MayAlias, Window};
 use crate::graph::{HostView, Op};
 use std::sync::LazyLock;
 
@@ -35,10 +35,10 @@ pub static SANDWICH_NORM: Window = Window {
     calls: norm_calls,
 };
 
-fn guard(m: &Match, _host: HostView) -> Result<(), Decline> {
-    guard_rows(m)?;
+fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
+    guard_rows(m, host)?;
     let n = m.tensor("h").ne()[0];
-    f32_vector("w1", m.tensor("w1"), n)?;
+    constant_vector("w1", m.tensor("w1"), n, host)?;
     no_params_from("n1", m.tensor("n1"), 1)?;
     no_params_from("p", m.tensor("p"), 0)
 }

@@ -55,8 +55,10 @@ impl Scratch {
 
     /// Names of the files in it.
     pub fn files(&self) -> Vec<String> {
-        let mut names: Vec<String> =
-            fs::read_dir(self.0.path()).unwrap().map(|f| f.unwrap().file_name().into_string().unwrap()).collect();
+        let mut names: Vec<String> = fs::read_dir(self.0.path())
+            .unwrap()
+            .map(|f| f.unwrap().file_name().into_string().unwrap())
+            .collect();
         names.sort();
         names
     }

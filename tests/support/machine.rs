@@ -1,7 +1,7 @@
 //! A machine that runs graphs twice: node by node as ggml defines the operations, and through the engine, whose kernel calls
 //! it executes as unkindly as a GPU may: every output element is written before the inputs of the next one are read.
 
-use ggml_flashrt::cache::BlockSource;
+use ggml_flashrt::cache::{BlockSource, TICKET_BYTES};
 use ggml_flashrt::graph::dump::{GraphRecord, TensorRecord};
 use ggml_flashrt::graph::{DType, Op, OwnedGraph, FLAG_COMPUTE};
 use ggml_flashrt::kernel::{CudaError, GemvArgs, Launch, NormArgs, QkvPart, QkvTailArgs};
@@ -10,11 +10,12 @@ use ggml_flashrt::window::settings::Settings;
 use ggml_flashrt::window::KernelCall;
 use half::{bf16, f16};
 use std::collections::HashMap;
+use std::ffi::c_void;
 use std::sync::{Arc, Mutex};
 
 const ARENA: usize = 1 << 44;
 /// Scratch that tiny graphs really use.
-const ARENA_BYTES: usize = 1 << 15;
+const ARENA_BYTES: usize = TICKET_BYTES + (1 << 15);
 
 /// Device memory: the graph's tensors, and the engine's own blocks.
 #[derive(Clone)]
@@ -329,8 +330,10 @@ fn run_norm(m: &mut Memory, a: &NormArgs) {
         };
         let r2 = rms(&y, a.eps2.into());
         let z: Vec<f64> = (0..n).map(|i| y[i] * r2 * w2[i]).collect();
-        for i in 0..n {
-            m.store(at(a.y as usize, a.y_stride) + 4 * i, 0, y[i]);
+        if !a.y.is_null() {
+            for (i, y) in y.iter().enumerate() {
+                m.store(at(a.y as usize, a.y_stride) + 4 * i, 0, *y);
+            }
         }
         if !a.z.is_null() {
             for (i, z) in z.iter().enumerate() {
@@ -448,7 +451,7 @@ impl FakeDevice {
 }
 
 impl BlockSource for FakeDevice {
-    fn allocate(&self, bytes: usize) -> Result<usize, String> {
+    fn allocate(&self, bytes: usize, _zeroed: usize, _stream: *mut c_void) -> Result<usize, String> {
         // Every block starts at the same place: stale addresses would show.
         assert!(bytes <= 1 << 20, "the engine asks for at least 1 MiB, tests use little of it");
         Ok(ARENA)

@@ -71,7 +71,10 @@ pub fn run(context: &Context, args: &BundleArgs) -> Result<()> {
     };
     let adapter = host::build(context, &tools, &plan(true))?;
     let stock = host::build(context, &tools, &plan(false))?;
-    let step = format!("compile kernels, GPU tests and the command for {MATRIX} and pack it all into {}", out.display());
+    let step = format!(
+        "compile kernels, GPU tests and the command for {MATRIX} and pack it all into {}",
+        out.display()
+    );
     if context.would(step) {
         return Ok(());
     }
@@ -85,9 +88,15 @@ pub fn run(context: &Context, args: &BundleArgs) -> Result<()> {
         pack.text(name, text)?;
     }
     pack.tree(&context.repo.join("third_party/licences"), Path::new("licences"))?;
-    pack.text("licences/llama.cpp", &fs::read_to_string(licence(&adapter)?).at("read", &adapter)?)?;
+    pack.text(
+        "licences/llama.cpp",
+        &fs::read_to_string(licence(&adapter)?).at("read", &adapter)?,
+    )?;
     for (program, name) in &tests {
-        pack.file(program, &Path::new(if name == "flashrt" { "bin" } else { "tests" }).join(name))?;
+        pack.file(
+            program,
+            &Path::new(if name == "flashrt" { "bin" } else { "tests" }).join(name),
+        )?;
     }
     for (program, name) in orin_tests.iter().filter(|(_, name)| name != "flashrt") {
         pack.file(program, &Path::new("tests-ptx87").join(name))?;
@@ -95,10 +104,16 @@ pub fn run(context: &Context, args: &BundleArgs) -> Result<()> {
     pack.file(&archive, Path::new("kernels/libggml_flashrt.a"))?;
     pack.file(&context.repo.join("include/flashrt.h"), Path::new("kernels/flashrt.h"))?;
     for library in libraries(args.with_cublas) {
-        pack.file(&cuda.lib().join(library).canonicalize().at("find", &cuda.lib())?, &Path::new("lib").join(library))?;
+        pack.file(
+            &cuda.lib().join(library).canonicalize().at("find", &cuda.lib())?,
+            &Path::new("lib").join(library),
+        )?;
     }
     if args.with_model {
-        pack.file(&fetch::model(context, &tools)?, &Path::new("model").join(&context.pins.model.file))?;
+        pack.file(
+            &fetch::model(context, &tools)?,
+            &Path::new("model").join(&context.pins.model.file),
+        )?;
         for (name, text) in fetch::model_terms(context, &tools)? {
             pack.bytes(&format!("model/{name}"), &text)?;
         }
@@ -106,14 +121,22 @@ pub fn run(context: &Context, args: &BundleArgs) -> Result<()> {
     pack.twins(&adapter, &stock)?;
     let parts = pack.finish()?;
 
-    let sums: Vec<_> = parts.iter().map(|part| format!("{}  {}\n", part.sha256, part.name)).collect();
+    let sums: Vec<_> = parts
+        .iter()
+        .map(|part| format!("{}  {}\n", part.sha256, part.name))
+        .collect();
     files::write(&staging.path().join("parts.sha256"), sums.concat())?;
     let script = staging.path().join("reassemble.sh");
     files::write(&script, REASSEMBLE)?;
     fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).at("set the mode of", &script)?;
     staging.commit()?;
     let size: u64 = parts.iter().map(|part| part.size).sum();
-    println!("bundle: {} in {} parts, {} MB; there: sh reassemble.sh DIR", out.display(), parts.len(), size >> 20);
+    println!(
+        "bundle: {} in {} parts, {} MB; there: sh reassemble.sh DIR",
+        out.display(),
+        parts.len(),
+        size >> 20
+    );
     Ok(())
 }
 
@@ -125,7 +148,10 @@ fn refuse_foreign(out: &Path) -> Result<()> {
         Err(error) => return Err(error).at("list", out),
     };
     if entries.next().is_some() && !out.join("reassemble.sh").is_file() {
-        bail!("{} holds something else than a bundle: name an empty or a new directory with --out", out.display());
+        bail!(
+            "{} holds something else than a bundle: name an empty or a new directory with --out",
+            out.display()
+        );
     }
     Ok(())
 }
@@ -141,26 +167,52 @@ fn libraries(with_cublas: bool) -> &'static [&'static str] {
 fn licence(bin: &Path) -> Result<PathBuf> {
     let cache = bin.with_file_name("CMakeCache.txt");
     let text = fs::read_to_string(&cache).at("read", &cache)?;
-    let home = text.lines().find_map(|line| line.strip_prefix("CMAKE_HOME_DIRECTORY:INTERNAL="));
+    let home = text
+        .lines()
+        .find_map(|line| line.strip_prefix("CMAKE_HOME_DIRECTORY:INTERNAL="));
     Ok(Path::new(home.with_context(|| format!("{} names no sources", cache.display()))?).join("LICENSE"))
 }
 
 /// The `flashrt` command and the `gpu_*` tests, compiled with kernels for `archs`, as (file, name).
 fn gpu_programs(context: &Context, cuda: &Cuda, archs: &str, target: &str) -> Result<Vec<(PathBuf, String)>> {
     let mut cargo = test::kernel_cargo(context, cuda, archs);
-    cargo.args(["test", "--release", "--no-run", "--features", "cuda,cli,host", "--message-format", "json-render-diagnostics"]);
-    cargo.arg("--target-dir").arg(context.home.join(target)).stderr(Stdio::inherit());
+    cargo.args([
+        "test",
+        "--release",
+        "--no-run",
+        "--features",
+        "cuda,cli,host",
+        "--message-format",
+        "json-render-diagnostics",
+    ]);
+    cargo
+        .arg("--target-dir")
+        .arg(context.home.join(target))
+        .args(["--bin", "flashrt"])
+        .stderr(Stdio::inherit());
+    for test in test::gpu_test_names(context)? {
+        cargo.args(["--test", &test]);
+    }
     let output = cargo.output().context("cannot run cargo")?;
-    ensure!(output.status.success(), "compiling the GPU tests for {archs} failed ({})", output.status);
+    ensure!(
+        output.status.success(),
+        "compiling the GPU tests for {archs} failed ({})",
+        output.status
+    );
     let mut programs = artifacts(&String::from_utf8_lossy(&output.stdout));
-    ensure!(!programs.is_empty(), "cargo built neither GPU tests nor the flashrt command");
+    ensure!(
+        !programs.is_empty(),
+        "cargo built neither GPU tests nor the flashrt command"
+    );
     programs.sort_by(|a, b| a.1.cmp(&b.1));
     Ok(programs)
 }
 
 /// Programs in cargo's messages that run on the GPU machine.
 fn artifacts(messages: &str) -> Vec<(PathBuf, String)> {
-    let messages = messages.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    let messages = messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
     let wanted = messages.filter_map(|message| {
         let name = message["target"]["name"].as_str()?.to_string();
         let program = PathBuf::from(message["executable"].as_str()?);
@@ -189,13 +241,22 @@ struct Parts {
 
 impl Parts {
     fn new(dir: &Path, limit: u64) -> Parts {
-        Parts { dir: dir.to_path_buf(), limit, current: None, done: Vec::new() }
+        Parts {
+            dir: dir.to_path_buf(),
+            limit,
+            current: None,
+            done: Vec::new(),
+        }
     }
 
     fn close(&mut self) {
         if let Some((file, size)) = self.current.take() {
             let name = part_name(self.done.len());
-            self.done.push(Part { name, size, sha256: file.finish() });
+            self.done.push(Part {
+                name,
+                size,
+                sha256: file.finish(),
+            });
         }
     }
 }
@@ -252,7 +313,9 @@ impl Pack {
         let mut header = tar::Header::new_gnu();
         header.set_size(content.len() as u64);
         header.set_mode(if name.ends_with(".sh") { 0o755 } else { 0o644 });
-        self.tar.append_data(&mut header, name, content).at("pack", Path::new(name))
+        self.tar
+            .append_data(&mut header, name, content)
+            .at("pack", Path::new(name))
     }
 
     fn file(&mut self, file: &Path, name: &Path) -> Result<()> {
@@ -263,7 +326,10 @@ impl Pack {
 
     fn tree(&mut self, dir: &Path, name: &Path) -> Result<()> {
         for file in sorted(dir)? {
-            self.file(&file, &name.join(file.file_name().expect("a directory entry has a name")))?;
+            self.file(
+                &file,
+                &name.join(file.file_name().expect("a directory entry has a name")),
+            )?;
         }
         Ok(())
     }
@@ -292,7 +358,11 @@ impl Pack {
 
 /// Files and links of one directory.
 fn sorted(dir: &Path) -> Result<Vec<PathBuf>> {
-    let mut files: Vec<_> = fs::read_dir(dir).at("list", dir)?.flatten().map(|entry| entry.path()).collect();
+    let mut files: Vec<_> = fs::read_dir(dir)
+        .at("list", dir)?
+        .flatten()
+        .map(|entry| entry.path())
+        .collect();
     files.retain(|file| fs::symlink_metadata(file).is_ok_and(|meta| !meta.is_dir()));
     files.sort();
     Ok(files)
@@ -313,7 +383,11 @@ mod tests {
         parts.close();
         let sizes: Vec<_> = parts.done.iter().map(|part| part.size).collect();
         assert_eq!(sizes, [10, 10, 5]);
-        let joined: Vec<u8> = parts.done.iter().flat_map(|part| fs::read(dir.path().join(&part.name)).unwrap()).collect();
+        let joined: Vec<u8> = parts
+            .done
+            .iter()
+            .flat_map(|part| fs::read(dir.path().join(&part.name)).unwrap())
+            .collect();
         assert_eq!(joined, [[7; 10].as_slice(), &[8; 15]].concat());
         for part in &parts.done {
             assert_eq!(part.sha256, files::sha256(&dir.path().join(&part.name)).unwrap());
@@ -332,16 +406,26 @@ mod tests {
         pack.text("run/text.sh", "true\n").unwrap();
         pack.twins(&bin, &bin).unwrap();
         let parts = pack.finish().unwrap();
-        let sums: String = parts.iter().map(|part| format!("{}  {}\n", part.sha256, part.name)).collect();
+        let sums: String = parts
+            .iter()
+            .map(|part| format!("{}  {}\n", part.sha256, part.name))
+            .collect();
         files::write(&bundle.join("parts.sha256"), sums).unwrap();
         files::write(&bundle.join("reassemble.sh"), REASSEMBLE).unwrap();
         let reassemble = |to: &str| {
-            let run = Command::new("sh").arg(bundle.join("reassemble.sh")).arg(dir.path().join(to)).output().unwrap();
+            let run = Command::new("sh")
+                .arg(bundle.join("reassemble.sh"))
+                .arg(dir.path().join(to))
+                .output()
+                .unwrap();
             (run.status.success(), String::from_utf8_lossy(&run.stderr).into_owned())
         };
 
         assert_eq!(reassemble("good"), (true, String::new()));
-        assert_eq!(fs::read_to_string(dir.path().join("good/stock/link")).unwrap(), "binary");
+        assert_eq!(
+            fs::read_to_string(dir.path().join("good/stock/link")).unwrap(),
+            "binary"
+        );
 
         fs::write(bundle.join(part_name(0)), "damaged").unwrap();
         let (passed, why) = reassemble("bad");
@@ -375,7 +459,10 @@ mod tests {
             message("flashrt", "bin", false),
             "note\n".into(),
         ];
-        let names: Vec<_> = artifacts(&messages.concat()).into_iter().map(|(_, name)| name).collect();
+        let names: Vec<_> = artifacts(&messages.concat())
+            .into_iter()
+            .map(|(_, name)| name)
+            .collect();
         assert_eq!(names, ["gpu_norm", "flashrt"]);
     }
 }

@@ -27,7 +27,10 @@ pub struct Context {
 impl Context {
     /// Reads the environment and third_party/pins.toml.
     pub fn from_env(dry_run: bool) -> Result<Context> {
-        let repo = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the repository").to_path_buf();
+        let repo = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .parent()
+            .expect("xtask lies in the repository")
+            .to_path_buf();
         let pins = Pins::read(&repo.join("third_party/pins.toml"))?;
         let home = path_variable("FLASHRT_HOME").unwrap_or_else(|| repo.join(".flashrt"));
         let cache = path_variable("FLASHRT_CACHE_DIR")
@@ -35,13 +38,27 @@ impl Context {
             .or_else(|| path_variable("HOME").map(|dir| dir.join(".cache/ggml-flashrt")))
             .context("neither HOME nor XDG_CACHE_HOME is set: set FLASHRT_CACHE_DIR to a directory for downloads")?;
         let jobs = match env::var("FLASHRT_JOBS") {
-            Ok(text) => text.parse().with_context(|| format!("FLASHRT_JOBS={text} is not a number"))?,
+            Ok(text) => text
+                .parse()
+                .with_context(|| format!("FLASHRT_JOBS={text} is not a number"))?,
             Err(_) => std::thread::available_parallelism().map_or(1, usize::from),
         };
-        let context = Context { home: absolute(home)?, cache: absolute(cache)?, repo, jobs, pins, dry_run };
+        let context = Context {
+            home: absolute(home)?,
+            cache: absolute(cache)?,
+            repo,
+            jobs,
+            pins,
+            dry_run,
+        };
         if !dry_run {
             let (home, cache) = (&context.home, &context.cache);
-            for dir in [home.clone(), home.join("src"), cache.join("downloads"), cache.join("models")] {
+            for dir in [
+                home.clone(),
+                home.join("src"),
+                cache.join("downloads"),
+                cache.join("models"),
+            ] {
                 files::sweep(&dir)?;
             }
         }

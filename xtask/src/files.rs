@@ -1,6 +1,6 @@
 //! Files and directories that appear whole or not at all.
 
-use anyhow::{bail, Context as _, Result};
+use anyhow::{bail, ensure, Context as _, Result};
 use sha2::{Digest, Sha256};
 use std::fs::{self, File};
 use std::io::{self, BufReader, Write};
@@ -31,6 +31,33 @@ pub fn disk_full(path: &Path) -> anyhow::Error {
     )
 }
 
+/// Fails before anything is begun if a directory's disk cannot take `bytes`.
+pub fn require_space(dir: &Path, bytes: u64) -> Result<()> {
+    let existing = dir.ancestors().find(|dir| dir.is_dir()).unwrap_or(Path::new("/"));
+    let disk = rustix::fs::statvfs(existing)
+        .map_err(io::Error::from)
+        .at("examine the disk of", existing)?;
+    let free = disk.f_bavail.saturating_mul(disk.f_frsize);
+    ensure!(
+        free >= bytes,
+        "{} MB are needed on the disk of {}, {} MB are free: free some, or move FLASHRT_HOME or FLASHRT_CACHE_DIR to another \
+         disk, then run again",
+        bytes.div_ceil(1 << 20),
+        dir.display(),
+        free >> 20
+    );
+    Ok(())
+}
+
+/// Whether a directory's disk takes no more. A program that failed for that may not even have been able to say so.
+pub fn is_full(dir: &Path) -> bool {
+    let written = NamedTempFile::with_prefix_in(PARTIAL, dir).and_then(|mut file| {
+        file.write_all(&[0; 1 << 20])?;
+        file.as_file().sync_all()
+    });
+    written.is_err_and(|error| matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded))
+}
+
 /// Prefixes of what is not in its place yet, or not any more.
 pub const PARTIAL: &str = ".partial-";
 const FORMER: &str = ".former-";
@@ -42,7 +69,11 @@ pub fn sweep(dir: &Path) -> Result<()> {
     let Ok(entries) = fs::read_dir(dir) else { return Ok(()) };
     for entry in entries.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
-        let age = entry.metadata().and_then(|meta| meta.modified()).ok().and_then(|time| time.elapsed().ok());
+        let age = entry
+            .metadata()
+            .and_then(|meta| meta.modified())
+            .ok()
+            .and_then(|time| time.elapsed().ok());
         if [PARTIAL, FORMER].iter().any(|prefix| name.starts_with(prefix)) && age.is_some_and(|age| age > STALE) {
             match entry.file_type().is_ok_and(|kind| kind.is_dir()) {
                 true => remove_dir(&entry.path())?,
@@ -96,7 +127,10 @@ impl Staging {
         let parent = target.parent().context("a directory to install lies in another")?;
         create_dir(parent)?;
         let dir = TempDir::with_prefix_in(PARTIAL, parent).at("write in", parent)?;
-        Ok(Staging { dir, target: target.to_path_buf() })
+        Ok(Staging {
+            dir,
+            target: target.to_path_buf(),
+        })
     }
 
     /// Where to put the content.
@@ -109,7 +143,9 @@ impl Staging {
         for entry in walkdir::WalkDir::new(self.path()) {
             let entry = entry.with_context(|| format!("cannot list {}", self.dir.path().display()))?;
             if entry.file_type().is_file() {
-                File::open(entry.path()).and_then(|file| file.sync_all()).at("write", entry.path())?;
+                File::open(entry.path())
+                    .and_then(|file| file.sync_all())
+                    .at("write", entry.path())?;
             }
         }
         let parent = self.target.parent().expect("checked in new");
@@ -169,7 +205,10 @@ pub struct Digesting<W> {
 impl<W: Write> Digesting<W> {
     /// Around a writer.
     pub fn new(inner: W) -> Self {
-        Digesting { inner, digest: Sha256::new() }
+        Digesting {
+            inner,
+            digest: Sha256::new(),
+        }
     }
 
     /// Hexadecimal digest of all that was written.
@@ -199,8 +238,10 @@ mod tests {
     use super::*;
 
     fn names(dir: &Path) -> Vec<String> {
-        let mut names: Vec<_> =
-            fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        let mut names: Vec<_> = fs::read_dir(dir)
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
         names.sort();
         names
     }
@@ -255,7 +296,20 @@ mod tests {
     fn a_full_disk_is_named_with_its_remedy() {
         let result: io::Result<()> = Err(io::Error::from(io::ErrorKind::StorageFull));
         let text = format!("{:#}", result.at("write", Path::new("/some/where")).unwrap_err());
-        assert!(text.contains("/some/where") && text.contains("FLASHRT_CACHE_DIR"), "{text}");
+        assert!(
+            text.contains("/some/where") && text.contains("FLASHRT_CACHE_DIR"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn space_is_asked_for_before_anything_is_begun() {
+        let dir = TempDir::new().unwrap();
+        let later = dir.path().join("not/yet/there");
+        require_space(&later, 1).unwrap();
+        let text = require_space(&later, u64::MAX).unwrap_err().to_string();
+        assert!(text.contains("MB are free") && text.contains("FLASHRT_HOME"), "{text}");
+        assert!(!later.exists());
     }
 
     #[test]
@@ -292,6 +346,9 @@ mod tests {
         assert_eq!(fs::read_link(&link).unwrap(), Path::new("b"));
         let real = dir.path().join("real");
         fs::write(&real, "").unwrap();
-        assert!(symlink(Path::new("a"), &real).unwrap_err().to_string().contains("in the way"));
+        assert!(symlink(Path::new("a"), &real)
+            .unwrap_err()
+            .to_string()
+            .contains("in the way"));
     }
 }

@@ -90,7 +90,12 @@ pub fn build(context: &Context, tools: &Tools, plan: &Plan) -> Result<PathBuf> {
     };
     let build = root.join("build").join(name);
     let targets = targets(plan);
-    if context.would(format!("build {} of {} in {}", targets.join(", "), source.display(), build.display())) {
+    if context.would(format!(
+        "build {} of {} in {}",
+        targets.join(", "),
+        source.display(),
+        build.display()
+    )) {
         return Ok(build.join("bin"));
     }
 
@@ -107,15 +112,25 @@ pub fn build(context: &Context, tools: &Tools, plan: &Plan) -> Result<PathBuf> {
         // Otherwise taken from the git repository around it, which is not llama.cpp's.
         let commit = &context.pins.default_llama().upstream;
         options.push("-DLLAMA_BUILD_NUMBER=0".into());
-        options.extend([format!("-DLLAMA_BUILD_COMMIT={commit}"), format!("-DGGML_BUILD_COMMIT={commit}")]);
+        options.extend([
+            format!("-DLLAMA_BUILD_COMMIT={commit}"),
+            format!("-DGGML_BUILD_COMMIT={commit}"),
+        ]);
     }
     match plan.backend {
         Backend::Cpu => {
             options.extend(["TESTS", "EXAMPLES", "SERVER", "APP"].map(|part| format!("-DLLAMA_BUILD_{part}=OFF")));
         }
         Backend::Cuda => {
-            let cuda = tools.cuda.as_ref().context("a CUDA build was planned without a toolkit")?;
-            options.extend(["-DGGML_CUDA=ON".into(), "-DGGML_RPC=ON".into(), "-DLLAMA_BUILD_TESTS=ON".into()]);
+            let cuda = tools
+                .cuda
+                .as_ref()
+                .context("a CUDA build was planned without a toolkit")?;
+            options.extend([
+                "-DGGML_CUDA=ON".into(),
+                "-DGGML_RPC=ON".into(),
+                "-DLLAMA_BUILD_TESTS=ON".into(),
+            ]);
             options.extend(cuda_options(context, &root, cuda, &plan.arch));
             if plan.hook {
                 options.push("-DGGML_CUDA_FLASHRT=ON".into());
@@ -126,9 +141,19 @@ pub fn build(context: &Context, tools: &Tools, plan: &Plan) -> Result<PathBuf> {
     lend_venv(context, &root)?;
     configure(context, tools, &source, &build, name, &options)?;
     let mut ninja = Command::new(&tools.ninja);
-    ninja.arg("-C").arg(&build).args(["-j", &context.jobs.to_string()]).args(targets);
+    ninja
+        .arg("-C")
+        .arg(&build)
+        .args(["-j", &context.jobs.to_string()])
+        .args(targets);
     set_cache(context, &mut ninja);
-    Job::new(context, &format!("build-{name}"), format!("building llama.cpp ({name})")).following_ninja().run(&mut ninja)?;
+    Job::new(
+        context,
+        &format!("build-{name}"),
+        format!("building llama.cpp ({name})"),
+    )
+    .following_ninja()
+    .run(&mut ninja)?;
     let bin = build.join("bin");
     build_bridge(context, &source, &bin)?;
     if root == context.home.join("hook") {
@@ -165,7 +190,9 @@ fn prepare(context: &Context, tools: &Tools, plan: &Plan) -> Result<(PathBuf, Pa
         }
         return hooked(context, tools, &context.home.join("hook"), &pinned.name);
     };
-    let own = own.canonicalize().at("find", own)?;
+    let own = own
+        .canonicalize()
+        .with_context(|| format!("--llama-dir: cannot find {}", own.display()))?;
     let has_hook = patch::has_hook(&own)?;
     let digest = files::sha256_of(own.as_os_str().as_encoded_bytes());
     let root = context.home.join("own").join(&digest[..12]);
@@ -174,7 +201,11 @@ fn prepare(context: &Context, tools: &Tools, plan: &Plan) -> Result<(PathBuf, Pa
     }
     let patched = patch::fitting(&own, &context.repo.join("cmake/hosts"))?;
     let copy = root.join("src").join("llama.cpp");
-    if !context.would(format!("copy {} to {} and apply the hook patch there", own.display(), copy.display())) {
+    if !context.would(format!(
+        "copy {} to {} and apply the hook patch there",
+        own.display(),
+        copy.display()
+    )) {
         patch::sync(&own, &patched, &copy)?;
     }
     Ok((root, copy))
@@ -187,7 +218,12 @@ pub fn hooked(context: &Context, tools: &Tools, root: &Path, version: &str) -> R
     let pristine = fetch::llama_sources(context, tools, llama)?;
     let patch = context.repo.join(format!("cmake/hosts/llama.cpp-{version}.patch"));
     let copy = root.join("src").join(format!("llama.cpp-{version}"));
-    if context.would(format!("copy {} to {} and apply {}", pristine.display(), copy.display(), patch.display())) {
+    if context.would(format!(
+        "copy {} to {} and apply {}",
+        pristine.display(),
+        copy.display(),
+        patch.display()
+    )) {
         return Ok((root.to_path_buf(), copy));
     }
     patch::sync(&pristine, &patch::apply(&pristine, &patch)?, &copy)?;
@@ -215,7 +251,8 @@ pub fn cuda_options(context: &Context, root: &Path, cuda: &Cuda, arch: &str) -> 
         format!("-DCMAKE_CUDA_ARCHITECTURES={arch}"),
         format!("-DCMAKE_CUDA_COMPILER={}", nvcc.display()),
         format!("-DCUDAToolkit_ROOT={}", toolkit.display()),
-        // libggml-cuda.so names libraries that the linker does not search by itself.
+        // libggml-cuda.so names libraries that neither the linker nor the loader searches by itself.
+        format!("-DCMAKE_BUILD_RPATH={}", lib.display()),
         format!("-DCMAKE_EXE_LINKER_FLAGS=-Wl,-rpath-link,{0}:{0}/stubs", lib.display()),
     ]
 }
@@ -223,8 +260,14 @@ pub fn cuda_options(context: &Context, root: &Path, cuda: &Cuda, arch: &str) -> 
 /// ggml's baseline without GGML_NATIVE is x86-64-v3. A machine below that could not run what it built.
 fn portable_cpu() -> Vec<String> {
     #[cfg(target_arch = "x86_64")]
-    if !["avx2", "fma", "f16c", "bmi2"].iter().all(|feature| has_feature(feature)) {
-        return ["SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C"].iter().map(|name| format!("-DGGML_{name}=OFF")).collect();
+    if !["avx2", "fma", "f16c", "bmi2"]
+        .iter()
+        .all(|feature| has_feature(feature))
+    {
+        return ["SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C"]
+            .iter()
+            .map(|name| format!("-DGGML_{name}=OFF"))
+            .collect();
     }
     Vec::new()
 }
@@ -250,21 +293,39 @@ pub fn configure(
     options: &[String],
 ) -> Result<()> {
     let stamp = build.join("flashrt-options");
-    let wanted = format!("{}\n{}\n{}\n", tools.cmake.display(), source.display(), options.join("\n"));
+    let wanted = format!(
+        "{}\n{}\n{}\n",
+        tools.cmake.display(),
+        source.display(),
+        options.join("\n")
+    );
     if build.join("build.ninja").is_file() && fs::read_to_string(&stamp).is_ok_and(|now| now == wanted) {
         return Ok(());
     }
     // CMake refuses a build directory that was made for other sources.
     let cached = fs::read_to_string(build.join("CMakeCache.txt")).unwrap_or_default();
-    let home = cached.lines().find_map(|line| line.strip_prefix("CMAKE_HOME_DIRECTORY:INTERNAL="));
+    let home = cached
+        .lines()
+        .find_map(|line| line.strip_prefix("CMAKE_HOME_DIRECTORY:INTERNAL="));
     if home.is_some_and(|home| Path::new(home) != source) {
         files::remove_dir(build)?;
     }
     let mut cmake = Command::new(&tools.cmake);
-    cmake.arg("-S").arg(source).arg("-B").arg(build).args(["-G", "Ninja", "-Wno-dev"]).args(options);
+    cmake
+        .arg("-S")
+        .arg(source)
+        .arg("-B")
+        .arg(build)
+        .args(["-G", "Ninja", "-Wno-dev"])
+        .args(options);
     cmake.arg(format!("-DCMAKE_MAKE_PROGRAM={}", tools.ninja.display()));
     set_cache(context, &mut cmake);
-    Job::new(context, &format!("configure-{name}"), format!("configuring llama.cpp ({name})")).run(&mut cmake)?;
+    Job::new(
+        context,
+        &format!("configure-{name}"),
+        format!("configuring llama.cpp ({name})"),
+    )
+    .run(&mut cmake)?;
     files::write(&stamp, wanted)
 }
 
@@ -282,8 +343,17 @@ fn build_bridge(context: &Context, source: &Path, bin: &Path) -> Result<()> {
     let bridge = context.repo.join("host/check/flashrt_check.c");
     let mut cc = tools::compiler();
     cc.args(["-O2", "-shared", "-fPIC", "-fvisibility=hidden"]);
-    cc.arg("-I").arg(source.join("include")).arg("-I").arg(source.join("ggml/include"));
+    cc.arg("-I")
+        .arg(source.join("include"))
+        .arg("-I")
+        .arg(source.join("ggml/include"));
     cc.arg(&bridge).arg("-o").arg(bin.join("libflashrt_check.so"));
-    cc.arg("-L").arg(bin).args(["-lllama", "-lggml", "-lggml-base", "-Wl,-rpath,$ORIGIN", "-Wl,--allow-shlib-undefined"]);
+    cc.arg("-L").arg(bin).args([
+        "-lllama",
+        "-lggml",
+        "-lggml-base",
+        "-Wl,-rpath,$ORIGIN",
+        "-Wl,--allow-shlib-undefined",
+    ]);
     Job::new(context, "bridge", "compiling host/check").run(&mut cc)
 }

@@ -16,6 +16,7 @@ const POLL: Duration = Duration::from_millis(100);
 pub struct Job<'a> {
     what: String,
     log: PathBuf,
+    disks: [PathBuf; 2],
     progress: Progress<'a>,
 }
 
@@ -40,22 +41,39 @@ pub struct Failure {
     pub log: String,
     /// Where that is kept.
     pub path: PathBuf,
+    /// Directories that the program may have filled.
+    pub disks: [PathBuf; 2],
 }
 
 impl Failure {
     /// The error line, with the line of the log that says most.
     pub fn into_error(self) -> anyhow::Error {
-        if is_disk_full(&self.log) {
-            return files::disk_full(&self.path);
+        if let Some(full) = self.disks.iter().find(|dir| files::is_full(dir)) {
+            return files::disk_full(full);
         }
-        anyhow!("{} failed ({}): {}; all of its output is in {}", self.what, self.status, telling_line(&self.log), self.path.display())
+        if says_disk_full(&self.log) {
+            return files::disk_full(&self.disks[0]);
+        }
+        anyhow!(
+            "{} failed ({}): {}; all of its output is in {}",
+            self.what,
+            self.status,
+            telling_line(&self.log),
+            self.path.display()
+        )
     }
 }
 
 impl<'a> Job<'a> {
     /// `what` is shown while it runs and named when it fails, `step` is the name of the log.
     pub fn new(context: &Context, step: &str, what: impl Into<String>) -> Job<'a> {
-        Job { what: what.into(), log: context.log(step), progress: Progress::Spinner }
+        let disks = [context.home.clone(), context.cache.clone()];
+        Job {
+            what: what.into(),
+            log: context.log(step),
+            disks,
+            progress: Progress::Spinner,
+        }
     }
 
     /// Follows ninja's counter.
@@ -82,7 +100,12 @@ impl<'a> Job<'a> {
         let out = File::create(&path).at("write", &path)?;
         let err = out.try_clone().at("write", &path)?;
         let program = PathBuf::from(command.get_program());
-        let mut child = command.stdin(Stdio::null()).stdout(out).stderr(err).spawn().at("run", &program)?;
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(out)
+            .stderr(err)
+            .spawn()
+            .at("run", &program)?;
         let bar = bar(&self.progress, &self.what);
         let mut reader = File::open(&path).at("read", &path)?;
         let status = loop {
@@ -110,9 +133,18 @@ impl<'a> Job<'a> {
             return Ok(Ok(()));
         }
         let mut log = Vec::new();
-        reader.seek(SeekFrom::Start(0)).and_then(|_| reader.read_to_end(&mut log)).at("read", &path)?;
+        reader
+            .seek(SeekFrom::Start(0))
+            .and_then(|_| reader.read_to_end(&mut log))
+            .at("read", &path)?;
         let log = String::from_utf8_lossy(&log).into_owned();
-        Ok(Err(Failure { what: self.what, status: status.to_string(), log, path }))
+        Ok(Err(Failure {
+            what: self.what,
+            status: status.to_string(),
+            log,
+            path,
+            disks: self.disks,
+        }))
     }
 }
 
@@ -121,16 +153,22 @@ fn bar(progress: &Progress, what: &str) -> ProgressBar {
     let (bar, template) = match progress {
         Progress::Spinner => (ProgressBar::new_spinner(), "{spinner} {msg} {elapsed}"),
         Progress::Ninja => (ProgressBar::new(0), "{msg} [{wide_bar}] {pos}/{len} {elapsed}"),
-        Progress::Bytes { total, .. } => {
-            (ProgressBar::new(*total), "{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec}")
-        }
+        Progress::Bytes { total, .. } => (
+            ProgressBar::new(*total),
+            "{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec}",
+        ),
     };
-    bar.with_style(ProgressStyle::with_template(template).expect("a constant template")).with_message(what.to_string())
+    bar.with_style(ProgressStyle::with_template(template).expect("a constant template"))
+        .with_message(what.to_string())
 }
 
 fn bytes_below(dir: &Path) -> u64 {
     let entries = walkdir::WalkDir::new(dir).into_iter().flatten();
-    entries.filter_map(|entry| entry.metadata().ok()).filter(|meta| meta.is_file()).map(|meta| meta.len()).sum()
+    entries
+        .filter_map(|entry| entry.metadata().ok())
+        .filter(|meta| meta.is_file())
+        .map(|meta| meta.len())
+        .sum()
 }
 
 fn ninja_counter(text: &str) -> Option<(u64, u64)> {
@@ -140,7 +178,7 @@ fn ninja_counter(text: &str) -> Option<(u64, u64)> {
     })
 }
 
-fn is_disk_full(log: &str) -> bool {
+fn says_disk_full(log: &str) -> bool {
     log.contains("No space left on device") || log.contains("Disk quota exceeded")
 }
 
@@ -149,7 +187,10 @@ fn telling_line(log: &str) -> &str {
     let mut lines = log.lines().map(str::trim).filter(|line| !line.is_empty());
     let named = lines.clone().find(|line| {
         let lower = line.to_ascii_lowercase();
-        lower.contains("error:") || lower.starts_with("error") || lower.contains("fatal:") || lower.contains("cmake error")
+        lower.contains("error:")
+            || lower.starts_with("error")
+            || lower.contains("fatal:")
+            || lower.contains("cmake error")
     });
     named.or_else(|| lines.next_back()).unwrap_or("it printed nothing")
 }
@@ -166,7 +207,10 @@ mod tests {
 
     #[test]
     fn the_telling_line_is_the_first_error() {
-        assert_eq!(telling_line("[1/2] cc\na.c:1: error: no\nerror: other\n[2/2]\n"), "a.c:1: error: no");
+        assert_eq!(
+            telling_line("[1/2] cc\na.c:1: error: no\nerror: other\n[2/2]\n"),
+            "a.c:1: error: no"
+        );
         assert_eq!(telling_line("one\n\ntwo\n\n"), "two");
         assert_eq!(telling_line(""), "it printed nothing");
     }
@@ -178,10 +222,19 @@ mod tests {
             status: "exit status: 1".into(),
             log: log.into(),
             path: "/logs/x.log".into(),
+            disks: ["/home/x".into(), "/cache/x".into()],
         };
-        let text = failure("ld: final link failed: No space left on device\n").into_error().to_string();
-        assert!(text.contains("no space left on the disk") && !text.contains('\n'), "{text}");
+        let text = failure("ld: final link failed: No space left on device\n")
+            .into_error()
+            .to_string();
+        assert!(
+            text.contains("no space left on the disk") && !text.contains('\n'),
+            "{text}"
+        );
         let text = failure("a.c:1: error: no\n").into_error().to_string();
-        assert!(text.contains("building failed") && text.contains("a.c:1") && text.contains("/logs/x.log"), "{text}");
+        assert!(
+            text.contains("building failed") && text.contains("a.c:1") && text.contains("/logs/x.log"),
+            "{text}"
+        );
     }
 }

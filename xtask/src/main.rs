@@ -20,6 +20,9 @@ mod tools;
 #[path = "../../build/archs.rs"]
 mod archs;
 #[allow(dead_code)]
+#[path = "../../build/ptxas.rs"]
+mod ptxas;
+#[allow(dead_code)]
 #[path = "../../build/toolkit.rs"]
 mod toolkit;
 
@@ -29,7 +32,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 #[derive(Parser)]
-#[command(name = "cargo xtask", about = "Set-up and chores of ggml-flashrt", disable_help_subcommand = true)]
+#[command(name = "cargo xtask", about = "Set-up and chores of ggml-flashrt")]
 struct Cli {
     /// Say what would be done, and do nothing
     #[arg(long, global = true)]
@@ -76,7 +79,9 @@ fn main() -> ExitCode {
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            // One line, whatever the causes are made of.
+            let text = format!("{error:#}");
+            eprintln!("error: {}", text.lines().map(str::trim).collect::<Vec<_>>().join(" "));
             ExitCode::FAILURE
         }
     }

@@ -26,9 +26,8 @@ pub fn apply(tree: &Path, patch: &Path) -> Result<Patched> {
             _ => fs::read_to_string(tree.join(file)).at("read", &tree.join(file))?,
         };
         let after = diffy::apply(&before, &parsed);
-        let after = after.map_err(|why| {
-            anyhow::anyhow!("{} does not fit {}: {why}", patch.display(), tree.join(file).display())
-        })?;
+        let after = after
+            .map_err(|why| anyhow::anyhow!("{} does not fit {}: {why}", patch.display(), tree.join(file).display()))?;
         patched.insert(file.into(), after);
     }
     ensure!(!patched.is_empty(), "{} changes nothing", patch.display());
@@ -41,7 +40,11 @@ fn split(patch: &str) -> Vec<&str> {
         .match_indices("--- ")
         .map(|(at, _)| at)
         .filter(|&at| at == 0 || patch.as_bytes()[at - 1] == b'\n')
-        .filter(|&at| patch[at..].split_once('\n').is_some_and(|(_, rest)| rest.starts_with("+++ ")))
+        .filter(|&at| {
+            patch[at..]
+                .split_once('\n')
+                .is_some_and(|(_, rest)| rest.starts_with("+++ "))
+        })
         .collect();
     let section = |(i, &start): (usize, &usize)| {
         let end = starts.get(i + 1).copied().unwrap_or(patch.len());
@@ -55,20 +58,31 @@ fn split(patch: &str) -> Vec<&str> {
 /// Lines that a patch adds.
 pub fn added_lines(patch: &Path) -> Result<usize> {
     let text = fs::read_to_string(patch).at("read", patch)?;
-    Ok(text.lines().filter(|line| line.starts_with('+') && !line.starts_with("+++ ")).count())
+    Ok(text
+        .lines()
+        .filter(|line| line.starts_with('+') && !line.starts_with("+++ "))
+        .count())
 }
 
 /// Whether a tree has the hook already.
 pub fn has_hook(tree: &Path) -> Result<bool> {
     let file = tree.join("ggml/src/ggml-cuda/ggml-cuda.cu");
-    let text = fs::read_to_string(&file)
-        .with_context(|| format!("{} is no llama.cpp tree: it has no ggml/src/ggml-cuda/ggml-cuda.cu", tree.display()))?;
+    let text = fs::read_to_string(&file).with_context(|| {
+        format!(
+            "{} is no llama.cpp tree: it has no ggml/src/ggml-cuda/ggml-cuda.cu",
+            tree.display()
+        )
+    })?;
     Ok(text.contains(HOOK))
 }
 
 /// The first of the hook patches that fits a tree of unknown version.
 pub fn fitting(tree: &Path, patches: &Path) -> Result<Patched> {
-    let mut candidates: Vec<_> = fs::read_dir(patches).at("list", patches)?.flatten().map(|e| e.path()).collect();
+    let mut candidates: Vec<_> = fs::read_dir(patches)
+        .at("list", patches)?
+        .flatten()
+        .map(|e| e.path())
+        .collect();
     candidates.retain(|path| path.extension().is_some_and(|e| e == "patch"));
     candidates.sort();
     let mut tried = Vec::new();
@@ -104,7 +118,8 @@ pub fn sync(tree: &Path, patched: &Patched, copy: &Path) -> Result<()> {
             files::create_dir(to.parent().expect("lies in the copy"))?;
             fs::copy(from, &to).at("write", &to)?;
             let file = File::options().write(true).open(&to).at("write", &to)?;
-            file.set_times(FileTimes::new().set_modified(modified)).at("write", &to)?;
+            file.set_times(FileTimes::new().set_modified(modified))
+                .at("write", &to)?;
         }
         wanted.insert(inner);
     }
@@ -161,7 +176,12 @@ index 1111111..2222222 100644
     fn tree() -> (TempDir, PathBuf, PathBuf) {
         let dir = TempDir::new().unwrap();
         let tree = dir.path().join("tree");
-        for (file, text) in [("ggml/a.cu", "one\ntwo\nthree\n"), ("ggml/b.txt", "--- b\n"), ("c", "c"), (".git/HEAD", "")] {
+        for (file, text) in [
+            ("ggml/a.cu", "one\ntwo\nthree\n"),
+            ("ggml/b.txt", "--- b\n"),
+            ("c", "c"),
+            (".git/HEAD", ""),
+        ] {
             files::write(&tree.join(file), text).unwrap();
         }
         files::write(&tree.join("build/CMakeCache.txt"), "").unwrap();

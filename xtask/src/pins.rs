@@ -107,25 +107,39 @@ impl Pins {
             check_digest(&artifact.file, &artifact.sha256)?;
         }
         check_digest(&pins.model.file, &pins.model.sha256)?;
-        ensure!(pins.llama.iter().filter(|llama| llama.default).count() == 1, "exactly one [[llama]] must be the default");
+        ensure!(
+            pins.llama.iter().filter(|llama| llama.default).count() == 1,
+            "exactly one [[llama]] must be the default"
+        );
         Ok(pins)
     }
 
     fn artifacts(&self) -> impl Iterator<Item = &Artifact> {
         let tools = self.tools.iter().map(|tool| &tool.artifact);
         let llama = self.llama.iter().map(|llama| &llama.artifact);
-        let model = self.model.parts.iter().chain([&self.model.terms]).map(|part| &part.artifact);
+        let model = self
+            .model
+            .parts
+            .iter()
+            .chain([&self.model.terms])
+            .map(|part| &part.artifact);
         tools.chain(llama).chain(model)
     }
 
     /// Wheels of a group.
     pub fn tools<'a>(&'a self, group: &'a str) -> impl Iterator<Item = &'a Artifact> + 'a {
-        self.tools.iter().filter(move |tool| tool.group == group).map(|tool| &tool.artifact)
+        self.tools
+            .iter()
+            .filter(move |tool| tool.group == group)
+            .map(|tool| &tool.artifact)
     }
 
     /// The version that is built and run.
     pub fn default_llama(&self) -> &Llama {
-        self.llama.iter().find(|llama| llama.default).expect("checked when read")
+        self.llama
+            .iter()
+            .find(|llama| llama.default)
+            .expect("checked when read")
     }
 }
 
@@ -163,13 +177,17 @@ mod tests {
     #[test]
     fn a_bad_digest_is_refused_by_name() {
         let digest = &Pins::parse(OWN).unwrap().model.parts[2].artifact.sha256;
-        let error = Pins::parse(&OWN.replace(digest.as_str(), &digest[1..])).unwrap_err().to_string();
+        let error = Pins::parse(&OWN.replace(digest.as_str(), &digest[1..]))
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("part3") && error.contains("64"), "{error}");
     }
 
     #[test]
     fn two_defaults_are_refused() {
-        let error = Pins::parse(&OWN.replace("default = false", "default = true")).unwrap_err().to_string();
+        let error = Pins::parse(&OWN.replace("default = false", "default = true"))
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("default"), "{error}");
     }
 }

@@ -7,12 +7,15 @@ use anyhow::{ensure, Context as _, Result};
 use std::fs;
 use std::process::Command;
 
-/// Feature sets that must build without a warning. `cuda` needs nvcc and is linted where it is compiled.
+/// Feature sets that must build without a warning. `cuda` needs nvcc: `cargo xtask test` lints it
+/// where it compiles it.
 pub const FEATURE_SETS: [&str; 4] = ["", "cli", "host", "cli,host"];
 
 /// Runs a program whose output the user wants to see.
 pub fn show(command: &mut Command, what: &str) -> Result<()> {
-    let status = command.status().with_context(|| format!("cannot run {:?}", command.get_program()))?;
+    let status = command
+        .status()
+        .with_context(|| format!("cannot run {:?}", command.get_program()))?;
     ensure!(status.success(), "{what} failed ({status})");
     Ok(())
 }
@@ -55,7 +58,10 @@ pub fn header(context: &Context, check: bool) -> Result<()> {
     let wanted = generated::generate()?;
     if check {
         let committed = fs::read_to_string(&path).at("read", &path)?;
-        ensure!(committed == wanted, "include/flashrt.h differs from src/abi: run `cargo xtask header` and commit the result");
+        ensure!(
+            committed == wanted,
+            "include/flashrt.h differs from src/abi: run `cargo xtask header` and commit the result"
+        );
         return Ok(());
     }
     if context.would(format!("write {}", path.display())) {

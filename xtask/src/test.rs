@@ -6,6 +6,7 @@ use crate::files::{self, IoContext};
 use crate::host::{self, Backend, Extent, Plan};
 use crate::job::Job;
 use crate::patch::{self, Patched};
+use crate::ptxas;
 use crate::sass;
 use crate::style::{self, show};
 use crate::tools::{self, Cuda, Tools};
@@ -31,13 +32,15 @@ const STAGES: [Stage; 12] = [
     ("format", |context| style::fmt(context, true)),
     ("lint", style::lint),
     ("tests", |context| cargo_test(context, &["--workspace"])),
-    ("tests with cli and host", |context| cargo_test(context, &["--features", "cli,host"])),
+    ("tests with cli and host", |context| {
+        cargo_test(context, &["--features", "cli,host"])
+    }),
     ("header", |context| style::header(context, true)),
     ("hook patches", hook_patches),
     ("kernels for sm_90a", kernels),
     ("kernels for sm_87 and sm_110a", samples),
     ("machine code", machine_code),
-    ("GPU tests compile", gpu_tests),
+    ("GPU code: lint and tests compile", gpu_code),
     ("CPU host", cpu_host),
     ("flashrt check", check_model),
 ];
@@ -68,7 +71,12 @@ pub fn run(context: &Context, args: &TestArgs) -> Result<()> {
     }
     match args.only {
         None => println!("all {} stages passed in {} s", stages.len(), begin.elapsed().as_secs()),
-        Some(_) => println!("{} of {} stages passed in {} s", stages.len(), STAGES.len(), begin.elapsed().as_secs()),
+        Some(_) => println!(
+            "{} of {} stages passed in {} s",
+            stages.len(),
+            STAGES.len(),
+            begin.elapsed().as_secs()
+        ),
     }
     Ok(())
 }
@@ -87,18 +95,31 @@ fn hook_patches(context: &Context) -> Result<()> {
         let pristine = fetch::llama_sources(context, &tools, llama)?;
         let patch = context.repo.join(format!("cmake/hosts/llama.cpp-{version}.patch"));
         let added = patch::added_lines(&patch)?;
-        ensure!(added < HOOK_LINES, "{} adds {added} lines, {HOOK_LINES} are too many", patch.display());
+        ensure!(
+            added < HOOK_LINES,
+            "{} adds {added} lines, {HOOK_LINES} are too many",
+            patch.display()
+        );
         let patched = patch::apply(&pristine, &patch)?;
         let (root, copy) = host::hooked(context, &tools, &context.home.join("hook"), version)?;
-        println!("llama.cpp {version}: the patch applies and adds {added} lines to {} files", patched.len());
+        println!(
+            "llama.cpp {version}: the patch applies and adds {added} lines to {} files",
+            patched.len()
+        );
 
         let off = ggml_commands(context, &tools, cuda, &context.home, &pristine, version, false)?;
         let compared = unchanged_when_off(&off, &pristine, &copy, &patched)?;
         println!("llama.cpp {version}: with the option off, {compared} means what it meant");
 
         let on = ggml_commands(context, &tools, cuda, &root, &copy, version, true)?;
-        let hooked = on.iter().find(|c| c.file.ends_with("ggml-cuda/ggml-cuda.cu")).context("ggml-cuda.cu is not built")?;
-        ensure!(hooked.command.contains("-DGGML_CUDA_FLASHRT"), "the option does not reach ggml-cuda.cu");
+        let hooked = on
+            .iter()
+            .find(|c| c.file.ends_with("ggml-cuda/ggml-cuda.cu"))
+            .context("ggml-cuda.cu is not built")?;
+        ensure!(
+            hooked.command.contains("-DGGML_CUDA_FLASHRT"),
+            "the option does not reach ggml-cuda.cu"
+        );
         compile(context, version, hooked)?;
         println!("llama.cpp {version}: ggml-cuda.cu compiles with the hook");
     }
@@ -131,9 +152,13 @@ fn ggml_commands(
 ) -> Result<Vec<CompileCommand>> {
     let name = format!("ggml-{version}{}", if hook { "-hook" } else { "" });
     let build = root.join("build").join(&name);
-    let mut options: Vec<String> = ["BUILD_TYPE=Release", "EXPORT_COMPILE_COMMANDS=ON"].map(|o| format!("-DCMAKE_{o}")).into();
+    let mut options: Vec<String> = ["BUILD_TYPE=Release", "EXPORT_COMPILE_COMMANDS=ON"]
+        .map(|o| format!("-DCMAKE_{o}"))
+        .into();
     options.extend(["-DGGML_CUDA=ON".into(), "-DGGML_NATIVE=OFF".into()]);
-    options.extend(["COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP"].map(|part| format!("-DLLAMA_BUILD_{part}=OFF")));
+    options.extend(
+        ["COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP"].map(|part| format!("-DLLAMA_BUILD_{part}=OFF")),
+    );
     if hook {
         options.push("-DGGML_CUDA_FLASHRT=ON".into());
         options.push(format!("-DGGML_CUDA_FLASHRT_DIR={}", context.repo.display()));
@@ -150,7 +175,9 @@ fn ggml_commands(
 fn unchanged_when_off(off: &[CompileCommand], pristine: &Path, copy: &Path, patched: &Patched) -> Result<String> {
     let mut compared = Vec::new();
     for file in patched.keys() {
-        let Some(command) = off.iter().find(|command| command.file == pristine.join(file)) else { continue };
+        let Some(command) = off.iter().find(|command| command.file == pristine.join(file)) else {
+            continue;
+        };
         let preprocess = |tree: &Path| -> Result<Vec<u8>> {
             // Paths relative to the tree, so that __FILE__ is the same in both.
             let prefix = format!("{}/", pristine.display());
@@ -159,15 +186,28 @@ fn unchanged_when_off(off: &[CompileCommand], pristine: &Path, copy: &Path, patc
             let (program, args) = words.split_first().context("an empty compile command")?;
             let mut run = Command::new(program);
             run.args(args).args(["-E", "-D__LINE__=0"]).current_dir(tree);
-            run.args(if is_cuda(file) { &["-Xcompiler", "-P,-Wno-builtin-macro-redefined"][..] } else { &["-P"] });
+            run.args(if is_cuda(file) {
+                &["-Xcompiler", "-P,-Wno-builtin-macro-redefined"][..]
+            } else {
+                &["-P"]
+            });
             let output = run.output().with_context(|| format!("cannot run {program}"))?;
             let why = String::from_utf8_lossy(&output.stderr);
-            ensure!(output.status.success(), "cannot preprocess {}: {}", tree.join(file).display(), why.trim());
+            ensure!(
+                output.status.success(),
+                "cannot preprocess {}: {}",
+                tree.join(file).display(),
+                why.trim()
+            );
             Ok(output.stdout)
         };
         let (before, after) = (preprocess(pristine)?, preprocess(copy)?);
         ensure!(!before.is_empty(), "{} preprocesses to nothing", file.display());
-        ensure!(before == after, "{} differs from the original although GGML_CUDA_FLASHRT is off", file.display());
+        ensure!(
+            before == after,
+            "{} differs from the original although GGML_CUDA_FLASHRT is off",
+            file.display()
+        );
         compared.push(file.file_name().unwrap_or_default().to_string_lossy().into_owned());
     }
     ensure!(!compared.is_empty(), "no patched file is compiled");
@@ -194,20 +234,31 @@ fn without_output(words: Vec<String>) -> Vec<String> {
 
 fn compile(context: &Context, version: &str, command: &CompileCommand) -> Result<()> {
     let words = command.words()?;
-    let output = words.iter().position(|word| word == "-o").and_then(|at| words.get(at + 1)).context("no output named")?;
+    let output = words
+        .iter()
+        .position(|word| word == "-o")
+        .and_then(|at| words.get(at + 1))
+        .context("no output named")?;
     let output = command.directory.join(output);
     files::create_dir(output.parent().context("an object lies in a directory")?)?;
     let mut run = Command::new(&words[0]);
     run.args(&words[1..]).current_dir(&command.directory);
     host::set_cache(context, &mut run);
-    Job::new(context, &format!("hook-{version}"), format!("compiling ggml-cuda.cu of {version}")).run(&mut run)
+    Job::new(
+        context,
+        &format!("hook-{version}"),
+        format!("compiling ggml-cuda.cu of {version}"),
+    )
+    .run(&mut run)
 }
 
 /// The archive that a host links.
 pub fn build_archive(context: &Context, cuda: &Cuda, archs: &str) -> Result<PathBuf> {
     let target = context.home.join("target");
     let mut cargo = kernel_cargo(context, cuda, archs);
-    cargo.args(["build", "--release", "--lib", "--features", "cuda", "--target-dir"]).arg(&target);
+    cargo
+        .args(["build", "--release", "--lib", "--features", "cuda", "--target-dir"])
+        .arg(&target);
     show(&mut cargo, &format!("compiling the kernels for {archs}"))?;
     Ok(target.join("release/libggml_flashrt.a"))
 }
@@ -237,10 +288,27 @@ fn samples(context: &Context) -> Result<()> {
             let csrc = context.repo.join("csrc");
             let object = dir.join(format!("{}-{arch}.o", source.replace('/', "-")));
             let mut nvcc = Command::new(&cuda.nvcc);
-            nvcc.args(["-c", "-O3", "-std=c++17", "-DFRT_ARCHS=\"\"", "-gencode"]);
-            nvcc.arg(format!("arch=compute_{arch},code=sm_{arch}")).arg("-I").arg(&csrc);
+            nvcc.args([
+                "-c",
+                "-O3",
+                "-std=c++17",
+                "-Xptxas",
+                "-v",
+                "-DFRT_ARCHS=\"\"",
+                "-gencode",
+            ]);
+            nvcc.arg(format!("arch=compute_{arch},code=sm_{arch}"))
+                .arg("-I")
+                .arg(&csrc);
             nvcc.arg(csrc.join(source)).arg("-o").arg(&object);
             Job::new(context, "samples", format!("compiling csrc/{source} for sm_{arch}")).run(&mut nvcc)?;
+            let log = context.log("samples");
+            let spills = ptxas::spills(&fs::read_to_string(&log).at("read", &log)?);
+            ensure!(
+                spills.is_empty(),
+                "csrc/{source}: registers spill: {}",
+                spills.join("; ")
+            );
             println!("csrc/{source} compiles for sm_{arch}");
         }
     }
@@ -254,22 +322,50 @@ fn machine_code(context: &Context) -> Result<()> {
     Ok(())
 }
 
-fn gpu_tests(context: &Context) -> Result<()> {
+/// In the target directory of the archive, whose compiled kernels serve here too.
+fn gpu_code(context: &Context) -> Result<()> {
     let cuda = toolkit(context)?;
+    let target = context.home.join("target");
+    let mut clippy = kernel_cargo(context, &cuda, "90a");
+    clippy.args(["clippy", "--quiet", "--release", "--all-targets"]);
+    clippy.args(["--features", "cuda", "--target-dir"]).arg(&target);
+    show(clippy.args(["--", "--deny", "warnings"]), "clippy with feature cuda")?;
     let mut cargo = kernel_cargo(context, &cuda, "90a");
-    cargo.args(["test", "--release", "--no-run", "--features", "cuda", "--target-dir"]).arg(context.home.join("target"));
+    cargo
+        .args(["test", "--release", "--no-run", "--features", "cuda", "--target-dir"])
+        .arg(&target);
+    for test in gpu_test_names(context)? {
+        cargo.args(["--test", &test]);
+    }
     show(&mut cargo, "compiling the GPU tests")
 }
 
+/// The tests that need a GPU are called gpu_…, by the rule of the house.
+pub fn gpu_test_names(context: &Context) -> Result<Vec<String>> {
+    let dir = context.repo.join("tests");
+    let files = fs::read_dir(&dir).at("list", &dir)?.flatten().map(|entry| entry.path());
+    let stems = files.filter_map(|path| path.file_name()?.to_str()?.strip_suffix(".rs").map(String::from));
+    let mut names: Vec<_> = stems.filter(|name| name.starts_with("gpu_")).collect();
+    ensure!(!names.is_empty(), "{} has no gpu_*.rs", dir.display());
+    names.sort();
+    Ok(names)
+}
+
 /// llama.cpp for the CPU, as `flashrt check` opens it.
-pub fn build_cpu_host(context: &Context, extent: Extent, llama: &Llama) -> Result<PathBuf> {
-    let tools = tools::ensure(context, false)?;
-    let plan = Plan { backend: Backend::Cpu, arch: String::new(), hook: false, extent, llama: llama.clone() };
-    host::build(context, &tools, &plan)
+pub fn build_cpu_host(context: &Context, tools: &Tools, extent: Extent, llama: &Llama) -> Result<PathBuf> {
+    let plan = Plan {
+        backend: Backend::Cpu,
+        arch: String::new(),
+        hook: false,
+        extent,
+        llama: llama.clone(),
+    };
+    host::build(context, tools, &plan)
 }
 
 fn cpu_host(context: &Context) -> Result<()> {
-    build_cpu_host(context, Extent::Libraries, &Llama::default()).map(|_| ())
+    let tools = tools::ensure(context, false)?;
+    build_cpu_host(context, &tools, Extent::Libraries, &Llama::default()).map(|_| ())
 }
 
 fn check_model(context: &Context) -> Result<()> {
@@ -281,7 +377,16 @@ fn check_model(context: &Context) -> Result<()> {
 /// Runs `flashrt check` on a model.
 pub fn run_check(context: &Context, host: &Path, model: &Path) -> Result<()> {
     let mut cargo = context.cargo();
-    cargo.args(["run", "--quiet", "--release", "--features", "cli,host", "--bin", "flashrt", "--target-dir"]);
+    cargo.args([
+        "run",
+        "--quiet",
+        "--release",
+        "--features",
+        "cli,host",
+        "--bin",
+        "flashrt",
+        "--target-dir",
+    ]);
     cargo.arg(context.home.join("target")).args(["--", "check"]).arg(model);
     if env::var_os("FLASHRT_HOST_DIR").is_none() {
         cargo.env("FLASHRT_HOST_DIR", host);

@@ -65,7 +65,11 @@ impl Cuda {
     /// A program of the toolkit, such as cuobjdump.
     pub fn program(&self, name: &str) -> Result<PathBuf> {
         let path = self.root.join("bin").join(name);
-        ensure!(path.is_file(), "{} is missing: install it with the toolkit, or unset the variable that names it", path.display());
+        ensure!(
+            path.is_file(),
+            "{} is missing: install it with the toolkit, or unset the variable that names it",
+            path.display()
+        );
         Ok(path)
     }
 
@@ -84,7 +88,11 @@ pub fn ensure(context: &Context, cuda: bool) -> Result<Tools> {
     let own_cuda = if cuda { system_cuda()? } else { None };
 
     let mut wanted: Vec<&Artifact> = context.pins.tools("fetch").collect();
-    let groups = [("cmake", cmake.is_none()), ("ninja", ninja.is_none()), ("cuda", cuda && own_cuda.is_none())];
+    let groups = [
+        ("cmake", cmake.is_none()),
+        ("ninja", ninja.is_none()),
+        ("cuda", cuda && own_cuda.is_none()),
+    ];
     for (group, _) in groups.iter().filter(|(_, missing)| *missing) {
         wanted.extend(context.pins.tools(group));
     }
@@ -102,11 +110,23 @@ pub fn ensure(context: &Context, cuda: bool) -> Result<Tools> {
         (false, _) => None,
         (true, Some(own)) => Some(own),
         (true, None) => {
-            let root = if context.dry_run { venv.join("cuda") } else { toolkit_root(&packages()?)? };
-            Some(Cuda { nvcc: root.join("bin/nvcc"), root })
+            let root = if context.dry_run {
+                venv.join("cuda")
+            } else {
+                toolkit_root(&packages()?)?
+            };
+            Some(Cuda {
+                nvcc: root.join("bin/nvcc"),
+                root,
+            })
         }
     };
-    Ok(Tools { python: venv.join("bin/python"), cmake, ninja, cuda })
+    Ok(Tools {
+        python: venv.join("bin/python"),
+        cmake,
+        ninja,
+        cuda,
+    })
 }
 
 /// ggml is C and C++.
@@ -129,7 +149,9 @@ fn compilers() -> Result<()> {
 
 /// A program of the machine, not one that a shell's activated environment of ours lends.
 fn on_path(context: &Context, name: &str) -> Option<PathBuf> {
-    which::which_all(name).ok()?.find(|path| !path.starts_with(&context.home))
+    which::which_all(name)
+        .ok()?
+        .find(|path| !path.starts_with(&context.home))
 }
 
 fn cmake_release(cmake: &Path) -> Option<(u32, u32)> {
@@ -151,7 +173,11 @@ fn system_cuda() -> Result<Option<Cuda>> {
     match Toolkit::find(&variable, Path::new("/nonexistent")) {
         Ok(found) => {
             let nvcc = found.nvcc.canonicalize().at("resolve", &found.nvcc)?;
-            let root = nvcc.parent().and_then(Path::parent).context("nvcc lies in no bin directory")?.to_path_buf();
+            let root = nvcc
+                .parent()
+                .and_then(Path::parent)
+                .context("nvcc lies in no bin directory")?
+                .to_path_buf();
             Ok(Some(Cuda { root, nvcc }))
         }
         Err(why) if named => Err(anyhow!(why)),
@@ -170,12 +196,20 @@ fn line(artifact: &Artifact) -> String {
 fn ensure_venv(context: &Context, venv: &Path, wanted: &[&Artifact]) -> Result<()> {
     let stamp = fs::read_to_string(venv.join(STAMP)).unwrap_or_default();
     let installed: Vec<&str> = stamp.lines().collect();
-    if wanted.iter().all(|artifact| installed.contains(&line(artifact).as_str())) {
+    if wanted
+        .iter()
+        .all(|artifact| installed.contains(&line(artifact).as_str()))
+    {
         return Ok(());
     }
     // What is there and still pinned stays, so that a CPU build after a CUDA build does not take CUDA away.
     let mut wanted = wanted.to_vec();
-    let kept = context.pins.tools.iter().map(|tool| &tool.artifact).filter(|tool| installed.contains(&line(tool).as_str()));
+    let kept = context
+        .pins
+        .tools
+        .iter()
+        .map(|tool| &tool.artifact)
+        .filter(|tool| installed.contains(&line(tool).as_str()));
     for artifact in kept {
         if !wanted.iter().any(|other| other.file == artifact.file) {
             wanted.push(artifact);
@@ -189,17 +223,35 @@ fn ensure_venv(context: &Context, venv: &Path, wanted: &[&Artifact]) -> Result<(
         );
     }
     let size: u64 = wanted.iter().map(|artifact| artifact.size).sum();
-    let names: Vec<_> = wanted.iter().map(|artifact| format!("{} {}", artifact.package, artifact.version)).collect();
-    if context.would(format!("install into {} ({} MB): {}", venv.display(), size >> 20, names.join(", "))) {
+    let names: Vec<_> = wanted
+        .iter()
+        .map(|artifact| format!("{} {}", artifact.package, artifact.version))
+        .collect();
+    if context.would(format!(
+        "install into {} ({} MB): {}",
+        venv.display(),
+        size >> 20,
+        names.join(", ")
+    )) {
         return Ok(());
     }
 
+    // Unpacked, wheels are about three times as large; a former environment stays until the new one is whole.
+    files::require_space(venv, 3 * size)?;
     let staging = files::Staging::new(venv)?;
     create_venv(context, staging.path())?;
     let python = staging.path().join("bin/python");
     let wheels = fetch::download(context, &python, &wanted)?;
     let mut pip = Command::new(&python);
-    pip.args(["-m", "pip", "install", "--no-index", "--no-deps", "--disable-pip-version-check"]).args(&wheels);
+    pip.args([
+        "-m",
+        "pip",
+        "install",
+        "--no-index",
+        "--no-deps",
+        "--disable-pip-version-check",
+    ])
+    .args(&wheels);
     // Only the files that were checked above: no index and no configured extra place takes part.
     pip.env_remove("PIP_FIND_LINKS").env("PIP_CONFIG_FILE", "/dev/null");
     Job::new(context, "venv", "installing tools").run(&mut pip)?;
@@ -222,7 +274,10 @@ pub fn create_venv(context: &Context, dir: &Path) -> Result<()> {
     let job = Job::new(context, "python", "creating the environment");
     match job.try_run(Command::new(&python).args(["-m", "venv"]).arg(dir))? {
         Err(failure) if failure.log.contains("ensurepip") || failure.log.contains("No module named venv") => {
-            bail!("{} cannot make environments: install its venv module, such as with `apt install python3-venv`", python.display())
+            bail!(
+                "{} cannot make environments: install its venv module, such as with `apt install python3-venv`",
+                python.display()
+            )
         }
         other => other.map_err(|failure| failure.into_error()),
     }
@@ -231,8 +286,16 @@ pub fn create_venv(context: &Context, dir: &Path) -> Result<()> {
 fn site_packages(venv: &Path) -> Result<PathBuf> {
     let lib = venv.join("lib");
     let entries = fs::read_dir(&lib).at("list", &lib)?.flatten();
-    let found = entries.map(|entry| entry.path().join("site-packages")).find(|path| path.is_dir());
-    found.with_context(|| format!("{} has no site-packages: remove {} and run again", lib.display(), venv.display()))
+    let found = entries
+        .map(|entry| entry.path().join("site-packages"))
+        .find(|path| path.is_dir());
+    found.with_context(|| {
+        format!(
+            "{} has no site-packages: remove {} and run again",
+            lib.display(),
+            venv.display()
+        )
+    })
 }
 
 fn toolkit_root(packages: &Path) -> Result<PathBuf> {
@@ -254,10 +317,15 @@ fn complete_toolkit(context: &Context, root: &Path) -> Result<()> {
     let stubs = lib.join("stubs");
     files::create_dir(&stubs)?;
     let source = stubs.join("libcuda.c");
-    let functions: Vec<_> = DRIVER_CALLS.iter().map(|name| format!("int {name}(void) {{ return 999; }}\n")).collect();
+    let functions: Vec<_> = DRIVER_CALLS
+        .iter()
+        .map(|name| format!("int {name}(void) {{ return 999; }}\n"))
+        .collect();
     files::write(&source, functions.concat())?;
     let mut cc = compiler();
-    cc.args(["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o"]).arg(stubs.join("libcuda.so")).arg(&source);
+    cc.args(["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o"])
+        .arg(stubs.join("libcuda.so"))
+        .arg(&source);
     Job::new(context, "stub", "compiling the driver's stub").run(&mut cc)?;
     // The linker looks for the name that libggml-cuda.so records.
     files::symlink(Path::new("libcuda.so"), &stubs.join("libcuda.so.1"))
@@ -266,7 +334,10 @@ fn complete_toolkit(context: &Context, root: &Path) -> Result<()> {
 /// libcublas.so for libcublas.so.13.
 fn unversioned(name: &str) -> Option<&str> {
     let (stem, version) = name.split_once(".so.")?;
-    version.bytes().all(|b| b.is_ascii_digit()).then(|| &name[..stem.len() + ".so".len()])
+    version
+        .bytes()
+        .all(|b| b.is_ascii_digit())
+        .then(|| &name[..stem.len() + ".so".len()])
 }
 
 /// The machine's C compiler.
@@ -276,7 +347,12 @@ pub fn compiler() -> Command {
     let mut words = words.unwrap_or_default().into_iter();
     let mut command = match words.next() {
         Some(program) => Command::new(program),
-        None => Command::new(["cc", "gcc", "clang"].into_iter().find(|name| which::which(name).is_ok()).unwrap_or("cc")),
+        None => Command::new(
+            ["cc", "gcc", "clang"]
+                .into_iter()
+                .find(|name| which::which(name).is_ok())
+                .unwrap_or("cc"),
+        ),
     };
     command.args(words);
     command
@@ -303,7 +379,12 @@ fn rename_in_scripts(bin: &Path, from: &Path, to: &Path) -> Result<()> {
 /// kernels are compiled for the plain architecture whose objects both builds share.
 pub fn cmake_archs(list: &str) -> Result<String> {
     archs::parse(list).map_err(|why| anyhow!(why))?;
-    Ok(list.split([';', ',']).map(str::trim).filter(|item| !item.is_empty()).collect::<Vec<_>>().join(";"))
+    Ok(list
+        .split([';', ','])
+        .map(str::trim)
+        .filter(|item| !item.is_empty())
+        .collect::<Vec<_>>()
+        .join(";"))
 }
 
 #[cfg(test)]
@@ -312,7 +393,10 @@ mod tests {
 
     #[test]
     fn releases_of_cmake() {
-        assert_eq!(parse_cmake_release("cmake version 3.31.10\n\nCMake suite"), Some((3, 31)));
+        assert_eq!(
+            parse_cmake_release("cmake version 3.31.10\n\nCMake suite"),
+            Some((3, 31))
+        );
         assert_eq!(parse_cmake_release("cmake version 4.1-rc1\n"), None);
         assert_eq!(parse_cmake_release("something else"), None);
     }
@@ -329,7 +413,12 @@ mod tests {
     fn architectures_are_checked() {
         assert_eq!(cmake_archs("90").unwrap(), "90");
         assert_eq!(cmake_archs(" 87; 90a ").unwrap(), "87;90a");
-        for (list, part) in [("native", "native"), ("75", "75"), ("", "no CUDA architecture"), ("ninety", "ninety")] {
+        for (list, part) in [
+            ("native", "native"),
+            ("75", "75"),
+            ("", "no CUDA architecture"),
+            ("ninety", "ninety"),
+        ] {
             let error = cmake_archs(list).unwrap_err().to_string();
             assert!(error.contains(part), "{list}: {error}");
         }

@@ -79,7 +79,11 @@ impl FromStr for Test {
                 (_, Some(n)) => (0, count(n)?),
                 _ => return None,
             };
-            Some(Test { prompt, generate, depth: depth.parse().ok()? })
+            Some(Test {
+                prompt,
+                generate,
+                depth: depth.parse().ok()?,
+            })
         };
         parse().ok_or_else(|| format!("{text:?} is no test; give pp<tokens> or tg<tokens>, if need be with @d<depth>"))
     }
@@ -88,7 +92,9 @@ impl FromStr for Test {
 impl std::fmt::Display for Test {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Test { prompt, generate: 0, .. } => write!(f, "pp{prompt}")?,
+            Test {
+                prompt, generate: 0, ..
+            } => write!(f, "pp{prompt}")?,
             Test { generate, .. } => write!(f, "tg{generate}")?,
         }
         if self.depth > 0 {
@@ -127,17 +133,42 @@ pub fn run(args: Args) -> Result<()> {
     report.build.baseline = Some(plan.baseline());
     let first = report.runs[0].records.first();
     report.build.llama_commit = first.and_then(|r| Some(r.get("build_commit")?.as_str()?.to_owned()));
-    let stats = report.runs.iter().find(|r| r.arm == Arm::Adapter).and_then(|r| r.stats.clone());
-    report.build.archs = stats.as_ref().and_then(|s| Some(s.get("archs")?.as_str()?.to_owned()));
-    if stats.is_none() {
-        report.missing.insert("runs.stats".into(), "the processes wrote no GGML_FLASHRT_STATS".into());
+    let stats = report
+        .runs
+        .iter()
+        .find(|r| r.arm == Arm::Adapter)
+        .and_then(|r| r.stats.clone());
+    report.build.archs = llama::archs(stats.as_ref());
+    for (field, unknown, why) in [
+        (
+            "build.llama_commit",
+            report.build.llama_commit.is_none(),
+            "llama-bench does not state it",
+        ),
+        (
+            "build.archs",
+            report.build.archs.is_none(),
+            "the processes wrote no GGML_FLASHRT_STATS",
+        ),
+        (
+            "runs.stats",
+            stats.is_none(),
+            "the processes wrote no GGML_FLASHRT_STATS",
+        ),
+    ] {
+        if unknown {
+            report.missing.insert(field.to_owned(), why.to_owned());
+        }
     }
     report.checks.push(plan.fired(stats.as_ref()));
     for (id, test) in &plan.ids {
         report.quote_outcome(id, test)?;
     }
+    report.verify()?;
 
-    file.writer().write_all(report.to_json().as_bytes()).context("cannot write the report")?;
+    file.writer()
+        .write_all(report.to_json().as_bytes())
+        .context("cannot write the report")?;
     file.commit()?;
     let title = report.workload.model.clone().unwrap_or_default();
     output::write_text(&plot_path, &plot::svg(&title, &report.outcomes), false)?;
@@ -159,20 +190,38 @@ struct Plan {
 impl Plan {
     fn new(args: &Args) -> Result<Self> {
         Gguf::open(&args.model).with_context(|| format!("cannot use {}", args.model.display()))?;
-        ensure!(args.tests.iter().all(|t| t.depth == args.tests[0].depth), "all tests must have the same depth");
+        ensure!(
+            args.tests.iter().all(|t| t.depth == args.tests[0].depth),
+            "all tests must have the same depth"
+        );
         for setting in &args.settings {
-            ensure!(setting == "default" || setting.contains('='), "{setting:?} is no setting; give NAME=VALUE or default");
+            ensure!(
+                setting == "default" || setting.contains('='),
+                "{setting:?} is no setting; give NAME=VALUE or default"
+            );
         }
         let tests: Vec<String> = args.tests.iter().map(Test::to_string).collect();
-        let ids = args.evidence_ids.iter().map(|id| evidence::id_and_test(id, &tests)).collect::<Result<_>>()?;
+        let ids = args
+            .evidence_ids
+            .iter()
+            .map(|id| evidence::id_and_test(id, &tests))
+            .collect::<Result<_>>()?;
         let adapter = Host::open(&args.host, "host")?;
         let stock = args.stock.as_deref().map(|dir| Host::open(dir, "stock")).transpose()?;
         for host in [Some(&adapter), stock.as_ref()].into_iter().flatten() {
             if !args.allow_cpu && host.cuda_devices()?.is_empty() {
-                bail!("the {} build sees no CUDA device: a GPU and a CUDA build are needed", host.label());
+                bail!(
+                    "the {} build sees no CUDA device: a GPU and a CUDA build are needed",
+                    host.label()
+                );
             }
         }
-        Ok(Plan { mode: args.mode, adapter, stock, ids })
+        Ok(Plan {
+            mode: args.mode,
+            adapter,
+            stock,
+            ids,
+        })
     }
 
     fn baseline(&self) -> String {
@@ -188,10 +237,8 @@ impl Plan {
         let mut runs = Vec::with_capacity(total);
         for arm in passes {
             for setting in &args.settings {
-                eprint!("[{}/{total}] {}, {setting}: ", runs.len() + 1, arm.name());
-                let run = self.process(args, arm, setting)?;
-                eprintln!("{:.1} s", run.wall_s);
-                runs.push(run);
+                eprintln!("[{}/{total}] {}, {setting}", runs.len() + 1, arm.name());
+                runs.push(self.process(args, arm, setting)?);
             }
         }
         Ok(runs)
@@ -229,21 +276,31 @@ impl Plan {
     fn fired(&self, stats: Option<&Value>) -> Check {
         let fired = llama::fired(stats);
         let (pass, detail) = match (self.mode, fired) {
-            (Mode::AdapterOverStock, None) => {
-                (Some(false), "no statistics were written: is --host a build with the adapter?".to_owned())
-            }
+            (Mode::AdapterOverStock, None) => (
+                Some(false),
+                "no statistics were written: is --host a build with the adapter?".to_owned(),
+            ),
             (Mode::OffOverStock, None) => (None, "no statistics were written".to_owned()),
             (Mode::AdapterOverStock, Some(n)) => (Some(n > 0), format!("{n} launches of windows in the adapter arm")),
             (Mode::OffOverStock, Some(n)) => (Some(n == 0), format!("{n} launches of windows though they are off")),
         };
-        Check { name: "windows fired".to_owned(), pass, detail, data: Value::Null }
+        Check {
+            name: "windows fired".to_owned(),
+            pass,
+            detail,
+            data: Value::Null,
+        }
     }
 }
 
 fn arguments(args: &Args) -> Vec<OsString> {
     let list = |counts: Vec<u32>| {
         let some: Vec<String> = counts.into_iter().filter(|n| *n > 0).map(|n| n.to_string()).collect();
-        if some.is_empty() { "0".to_owned() } else { some.join(",") }
+        if some.is_empty() {
+            "0".to_owned()
+        } else {
+            some.join(",")
+        }
     };
     let mut all: Vec<OsString> = vec!["-m".into(), args.model.clone().into()];
     let reps = args.reps.to_string();
@@ -262,7 +319,7 @@ fn records(done: &Finished) -> Result<Vec<Map<String, Value>>> {
     let mut records: Vec<Map<String, Value>> = serde_json::from_str(&done.stdout)?;
     for record in &mut records {
         if let Some(Value::String(path)) = record.get_mut("model_filename") {
-            *path = llama::without_folders(&OsString::from(&*path));
+            *path = llama::without_folders(path.as_ref());
         }
     }
     Ok(records)
@@ -290,7 +347,13 @@ fn table(report: &Report, stats: Option<&Value>) -> String {
                 format!("{:.1} ({}, spread {:.1} %)", a.median_ts, a.setting, 100.0 * a.spread)
             };
             let passes: Vec<String> = o.ratio_by_pass.iter().map(|r| format!("{r:.3}")).collect();
-            [o.test.clone(), arm(&o.adapter), arm(&o.stock), format!("{:.3}", o.ratio), passes.join(", ")]
+            [
+                o.test.clone(),
+                arm(&o.adapter),
+                arm(&o.stock),
+                format!("{:.3}", o.ratio),
+                passes.join(", "),
+            ]
         })
         .collect();
     let mut text = output::table(["test", "adapter t/s", "stock t/s", "ratio", "by pass"], &rows);
@@ -298,12 +361,26 @@ fn table(report: &Report, stats: Option<&Value>) -> String {
         text += &format!("stock: {baseline}\n");
     }
     if let Some(windows) = stats.and_then(|s| s.get("windows")?.as_object()) {
-        let count = |w: &Value, field: &str| w.get(field).and_then(Value::as_u64).map_or("-".to_owned(), |n| n.to_string());
+        let count = |w: &Value, field: &str| {
+            w.get(field)
+                .and_then(Value::as_u64)
+                .map_or("-".to_owned(), |n| n.to_string())
+        };
         let rows: Vec<[String; 4]> = windows
             .iter()
-            .map(|(name, w)| [name.clone(), count(w, "sites"), count(w, "fired"), count(w, "evaluated")])
+            .map(|(name, w)| {
+                [
+                    name.clone(),
+                    count(w, "sites"),
+                    count(w, "fired"),
+                    count(w, "evaluated"),
+                ]
+            })
             .collect();
-        text += &format!("\n{}", output::table(["window", "sites", "launched", "evaluated"], &rows));
+        text += &format!(
+            "\n{}",
+            output::table(["window", "sites", "launched", "evaluated"], &rows)
+        );
     }
     text
 }

@@ -33,7 +33,10 @@ pub fn run(args: Args) -> Result<()> {
         Some(n) if n < graphs.len() => vec![n],
         Some(n) => bail!("{}: there is no graph {n}, only {}", args.file.display(), graphs.len()),
     };
-    let found = selected.iter().map(|&n| Found::new(n, &graphs[n])).collect::<Result<Vec<_>>>()?;
+    let found = selected
+        .iter()
+        .map(|&n| Found::new(n, &graphs[n]))
+        .collect::<Result<Vec<_>>>()?;
     if args.json {
         let all: Vec<Value> = found.iter().map(|f| f.to_json(args.graph.is_some())).collect();
         return output::print(&format!("{:#}\n", Value::from(all)));
@@ -49,14 +52,19 @@ fn read(path: &Path) -> Result<Vec<GraphRecord>> {
     let name = path.display();
     let file = File::open(path).with_context(|| name.to_string())?;
     let gz = path.extension().is_some_and(|e| e == "gz");
-    let plain: Box<dyn Read> = if gz { Box::new(MultiGzDecoder::new(file)) } else { Box::new(file) };
+    let plain: Box<dyn Read> = if gz {
+        Box::new(MultiGzDecoder::new(file))
+    } else {
+        Box::new(file)
+    };
     let mut graphs = Vec::new();
     for (n, line) in BufReader::new(plain).lines().enumerate() {
         let line = line.with_context(|| format!("{name}: line {}", n + 1))?;
         if line.trim().is_empty() {
             continue;
         }
-        let graph = serde_json::from_str(&line).with_context(|| format!("{name}: line {} is no recorded graph", n + 1))?;
+        let graph =
+            serde_json::from_str(&line).with_context(|| format!("{name}: line {} is no recorded graph", n + 1))?;
         graphs.push(graph);
     }
     if graphs.is_empty() {
@@ -79,34 +87,55 @@ impl<'g> Found<'g> {
     fn new(number: usize, graph: &'g GraphRecord) -> Result<Self> {
         let owned = OwnedGraph::new(graph).with_context(|| format!("graph {number}"))?;
         let matched = match_graph(owned.graph(), owned.host(), |_| true);
-        let sites = matched.sites.iter().map(|s| (s.window().name, (s.m.start..s.m.end).collect())).collect();
+        let sites = matched
+            .sites
+            .iter()
+            .map(|s| (s.window().name, (s.m.start..s.m.end).collect()))
+            .collect();
         let mut declined = BTreeMap::new();
         for d in &matched.declined {
             *declined.entry((WINDOWS[d.window].name, d.decline.reason)).or_default() += 1;
         }
-        Ok(Found { number, graph, sites, declined })
+        Ok(Found {
+            number,
+            graph,
+            sites,
+            declined,
+        })
     }
 
     fn per_window(&self) -> BTreeMap<&str, usize> {
         let mut counts = BTreeMap::new();
-        self.sites.iter().for_each(|(window, _)| *counts.entry(*window).or_default() += 1);
+        self.sites
+            .iter()
+            .for_each(|(window, _)| *counts.entry(*window).or_default() += 1);
         counts
     }
 
     fn ops(&self) -> BTreeMap<&str, usize> {
         let mut counts = BTreeMap::new();
-        self.graph.nodes.iter().for_each(|&n| *counts.entry(self.graph.tensors[n].op.as_str()).or_default() += 1);
+        self.graph
+            .nodes
+            .iter()
+            .for_each(|&n| *counts.entry(self.graph.tensors[n].op.as_str()).or_default() += 1);
         counts
     }
 
     fn summary(&self) -> String {
         let list = |counts: BTreeMap<&str, usize>| {
             let items: Vec<String> = counts.iter().map(|(name, n)| format!("{name} {n}")).collect();
-            if items.is_empty() { "none".to_owned() } else { items.join(", ") }
+            if items.is_empty() {
+                "none".to_owned()
+            } else {
+                items.join(", ")
+            }
         };
         let covered: usize = self.sites.iter().map(|(_, nodes)| nodes.len()).sum();
         let nodes = self.graph.nodes.len();
-        let mut text = format!("graph {}: {nodes} nodes, sm_{}, uid {}\n", self.number, self.graph.cc, self.graph.uid);
+        let mut text = format!(
+            "graph {}: {nodes} nodes, sm_{}, uid {}\n",
+            self.number, self.graph.cc, self.graph.uid
+        );
         text += &format!("  ops       {}\n", list(self.ops()));
         text += &format!("  windows   {} ({covered} of {nodes} nodes)\n", list(self.per_window()));
         for ((window, reason), n) in &self.declined {
@@ -133,14 +162,25 @@ impl<'g> Found<'g> {
                 let operands: Vec<String> = t.src.iter().map(|s| s.map_or("-".to_owned(), name)).collect();
                 let shape: Vec<String> = t.ne.iter().map(ToString::to_string).collect();
                 let window = owner.remove(&i).unwrap_or_default();
-                [i.to_string(), t.op.clone(), shape.join("x"), window, t.name.clone(), operands.join(", ")]
+                [
+                    i.to_string(),
+                    t.op.clone(),
+                    shape.join("x"),
+                    window,
+                    t.name.clone(),
+                    operands.join(", "),
+                ]
             })
             .collect();
         output::table(["node", "op", "shape", "window", "name", "operands"], &rows)
     }
 
     fn to_json(&self, with_nodes: bool) -> Value {
-        let sites: Vec<Value> = self.sites.iter().map(|(w, nodes)| json!({"window": w, "nodes": nodes})).collect();
+        let sites: Vec<Value> = self
+            .sites
+            .iter()
+            .map(|(w, nodes)| json!({"window": w, "nodes": nodes}))
+            .collect();
         let declined: Vec<Value> = self
             .declined
             .iter()

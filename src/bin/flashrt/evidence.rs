@@ -69,7 +69,12 @@ pub fn run(args: Args) -> Result<()> {
     match args.command {
         Command::Index { dir, check } => {
             let entries = evidence::index(&dir)?;
-            put(&dir.join(INDEX), &evidence::to_json(&entries), check, "flashrt evidence index")
+            put(
+                &dir.join(INDEX),
+                &evidence::to_json(&entries),
+                check,
+                "flashrt evidence index",
+            )
         }
         Command::Render { files, dir, check } => {
             let index = dir.join(INDEX);
@@ -82,7 +87,14 @@ pub fn run(args: Args) -> Result<()> {
             }
             Ok(())
         }
-        Command::Series { id, samples, out, unit, better, per } => {
+        Command::Series {
+            id,
+            samples,
+            out,
+            unit,
+            better,
+            per,
+        } => {
             ensure!(per > 0.0, "--per must be positive");
             let report = series(id, &samples, unit, better, per)?;
             output::write_text(&out, &report.to_json(), false)
@@ -114,6 +126,10 @@ fn series(name: String, path: &Path, unit: String, better: Direction, per: f64) 
         Direction::Lower => Better::Lower,
     };
     let mut missing = machine::Missing::new();
+    missing.insert("workload".into(), "a series of another tool".into());
+    for field in ["archs", "llama_commit", "baseline"] {
+        missing.insert(format!("build.{field}"), "no llama.cpp build took part".into());
+    }
     Ok(Report {
         schema: SCHEMA,
         kind: Kind::Measure,
@@ -124,9 +140,19 @@ fn series(name: String, path: &Path, unit: String, better: Direction, per: f64) 
         workload: Workload::default(),
         runs: Vec::new(),
         outcomes: Vec::new(),
-        series: vec![Series { name: name.clone(), unit: unit.clone(), samples }],
+        series: vec![Series {
+            name: name.clone(),
+            unit: unit.clone(),
+            samples,
+        }],
         checks: Vec::new(),
-        headlines: vec![Headline { id: name.clone(), of: name, value, unit, better }],
+        headlines: vec![Headline {
+            id: name.clone(),
+            of: name,
+            value,
+            unit,
+            better,
+        }],
         missing,
     })
 }
@@ -136,7 +162,13 @@ fn read_samples(value: &Value) -> Option<Vec<f64>> {
     let numbers = |v: &Value| v.as_array()?.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>();
     match value {
         Value::Array(_) => numbers(value),
-        _ => Some(numbers(&value["times"])?.iter().zip(numbers(&value["iters"])?).map(|(t, n)| t / n).collect()),
+        _ => Some(
+            numbers(&value["times"])?
+                .iter()
+                .zip(numbers(&value["iters"])?)
+                .map(|(t, n)| t / n)
+                .collect(),
+        ),
     }
 }
 
@@ -145,10 +177,16 @@ pub fn id_and_test(text: &str, tests: &[String]) -> Result<(String, String)> {
     let (id, stated) = text.split_once('=').map_or((text, None), |(id, test)| (id, Some(test)));
     let first = id.split('/').next().unwrap_or_default();
     let only = (tests.len() == 1).then(|| tests[0].as_str());
-    match stated.or(tests.iter().map(String::as_str).find(|t| *t == first)).or(only) {
+    match stated
+        .or(tests.iter().map(String::as_str).find(|t| *t == first))
+        .or(only)
+    {
         Some(test) if tests.iter().any(|t| t == test) => Ok((id.to_owned(), test.to_owned())),
         Some(test) => bail!("evidence id {id}: {test} is not among the tests {}", tests.join(", ")),
-        None => bail!("evidence id {id}: which test? give {id}=TEST with one of {}", tests.join(", ")),
+        None => bail!(
+            "evidence id {id}: which test? give {id}=TEST with one of {}",
+            tests.join(", ")
+        ),
     }
 }
 
@@ -160,10 +198,22 @@ mod tests {
     #[test]
     fn ids_find_their_tests() {
         let tests = ["pp512".to_owned(), "tg128".to_owned()];
-        assert_eq!(id_and_test("tg128/m", &tests).unwrap(), ("tg128/m".into(), "tg128".into()));
-        assert_eq!(id_and_test("off-over-stock/m=tg128", &tests).unwrap(), ("off-over-stock/m".into(), "tg128".into()));
-        assert!(id_and_test("off-over-stock/m", &tests).unwrap_err().to_string().contains("which test?"));
-        assert!(id_and_test("a/b=tg64", &tests).unwrap_err().to_string().contains("not among the tests"));
+        assert_eq!(
+            id_and_test("tg128/m", &tests).unwrap(),
+            ("tg128/m".into(), "tg128".into())
+        );
+        assert_eq!(
+            id_and_test("off-over-stock/m=tg128", &tests).unwrap(),
+            ("off-over-stock/m".into(), "tg128".into())
+        );
+        assert!(id_and_test("off-over-stock/m", &tests)
+            .unwrap_err()
+            .to_string()
+            .contains("which test?"));
+        assert!(id_and_test("a/b=tg64", &tests)
+            .unwrap_err()
+            .to_string()
+            .contains("not among the tests"));
         assert_eq!(id_and_test("off-over-stock/m", &tests[1..]).unwrap().1, "tg128");
     }
 

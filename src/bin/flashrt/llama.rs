@@ -4,10 +4,11 @@ use anyhow::{bail, Context, Result};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::env;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
+use tempfile::NamedTempFile;
 
 /// Variables that are never inherited: a run has them only if it asks for them.
 const SETTLED: &[&str] = &[
@@ -32,6 +33,15 @@ pub struct Host {
     label: &'static str,
 }
 
+/// A process that is settled but not started.
+pub struct Prepared {
+    /// To be spawned once.
+    pub command: Command,
+    shown: Vec<String>,
+    env: BTreeMap<String, String>,
+    stats: NamedTempFile,
+}
+
 /// How a process went.
 pub struct Finished {
     /// What it printed.
@@ -52,9 +62,15 @@ impl Host {
     /// A build in `dir`, or in its `bin`.
     pub fn open(dir: &Path, label: &'static str) -> Result<Self> {
         if !dir.is_dir() {
-            bail!("{}: no such folder; give the build folder of llama.cpp, or the one its tools are in", dir.display());
+            bail!(
+                "{}: no such folder; give the build folder of llama.cpp, or the one its tools are in",
+                dir.display()
+            );
         }
-        Ok(Host { dir: dir.to_owned(), label })
+        Ok(Host {
+            dir: dir.to_owned(),
+            label,
+        })
     }
 
     /// A label for reports.
@@ -79,8 +95,32 @@ impl Host {
 
     /// Runs a tool to its end. `vars` are set on top of what is inherited.
     pub fn run(&self, tool: &str, args: &[OsString], vars: &[(&str, &str)]) -> Result<Finished> {
+        let mut prepared = self.prepare(tool, args, vars)?;
+        let begun = Instant::now();
+        let output = prepared
+            .command
+            .output()
+            .with_context(|| format!("cannot run {tool}"))?;
+        let wall_s = begun.elapsed().as_secs_f64();
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        if !output.status.success() {
+            bail!(
+                "{}/{tool} failed ({}): {}",
+                self.label,
+                output.status,
+                last_lines(&stderr)
+            );
+        }
+        Ok(prepared.finished(String::from_utf8_lossy(&output.stdout).into_owned(), stderr, wall_s))
+    }
+
+    /// A tool ready to be started.
+    pub fn prepare(&self, tool: &str, args: &[OsString], vars: &[(&str, &str)]) -> Result<Prepared> {
         let path = self.tool(tool)?;
-        let stats = tempfile::Builder::new().suffix(".json").tempfile().context("no temporary file")?;
+        let stats = tempfile::Builder::new()
+            .suffix(".json")
+            .tempfile()
+            .context("no temporary file")?;
         let mut command = Command::new(&path);
         command.args(args).stdin(Stdio::null());
         SETTLED.iter().for_each(|name| {
@@ -89,23 +129,13 @@ impl Host {
         command.env("GGML_FLASHRT_STATS", stats.path());
         command.env("LD_LIBRARY_PATH", self.library_path(&path)?);
         command.envs(vars.iter().copied());
-
-        let begun = Instant::now();
-        let output = command.output().with_context(|| format!("cannot run {}", path.display()))?;
-        let wall_s = begun.elapsed().as_secs_f64();
-        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
-        if !output.status.success() {
-            bail!("{} failed ({}): {}", path.display(), output.status, last_lines(&stderr));
-        }
-        let written = std::fs::read_to_string(stats.path()).unwrap_or_default();
-        let shown = args.iter().map(|a| without_folders(a));
-        Ok(Finished {
-            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
-            stderr,
-            command: std::iter::once(format!("{}/{tool}", self.label)).chain(shown).collect(),
+        let shown = args.iter().map(|arg| without_folders(arg));
+        let shown = std::iter::once(format!("{}/{tool}", self.label)).chain(shown).collect();
+        Ok(Prepared {
+            command,
+            shown,
             env: recorded_env(vars),
-            wall_s,
-            stats: serde_json::from_str(&written).ok(),
+            stats,
         })
     }
 
@@ -113,26 +143,53 @@ impl Host {
     fn library_path(&self, tool: &Path) -> Result<OsString> {
         let beside = tool.parent().map(Path::to_owned);
         let inherited = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-        let all = beside.into_iter().chain([self.dir.join("lib")]).chain(env::split_paths(&inherited));
+        let all = beside
+            .into_iter()
+            .chain([self.dir.join("lib")])
+            .chain(env::split_paths(&inherited));
         env::join_paths(all).context("the build folder's name cannot be part of LD_LIBRARY_PATH")
+    }
+}
+
+impl Prepared {
+    /// What is known of the process once it has ended.
+    pub fn finished(self, stdout: String, stderr: String, wall_s: f64) -> Finished {
+        let written = std::fs::read_to_string(self.stats.path()).unwrap_or_default();
+        let stats = serde_json::from_str(&written).ok();
+        Finished {
+            stdout,
+            stderr,
+            command: self.shown,
+            env: self.env,
+            wall_s,
+            stats,
+        }
     }
 }
 
 fn recorded_env(vars: &[(&str, &str)]) -> BTreeMap<String, String> {
     let inherited = env::vars().filter(|(name, _)| !SETTLED.contains(&name.as_str()));
     let set = vars.iter().map(|(name, value)| (name.to_string(), value.to_string()));
-    let all = inherited.chain([("GGML_FLASHRT_STATS".to_owned(), "file".to_owned())]).chain(set);
-    all.filter(|(name, _)| RECORDED.iter().any(|r| name.starts_with(r))).collect()
+    let all = inherited
+        .chain([("GGML_FLASHRT_STATS".to_owned(), "file".to_owned())])
+        .chain(set);
+    all.filter(|(name, _)| RECORDED.iter().any(|r| name.starts_with(r)))
+        .collect()
 }
 
 /// Reports are published: of a path, only the file's name is kept.
-pub fn without_folders(arg: &OsString) -> String {
+pub fn without_folders(arg: &OsStr) -> String {
     let path = Path::new(arg);
-    let shown = if path.is_absolute() { path.file_name().unwrap_or(arg) } else { arg };
+    let shown = if path.is_absolute() {
+        path.file_name().unwrap_or(arg)
+    } else {
+        arg
+    };
     shown.to_string_lossy().into_owned()
 }
 
-fn last_lines(stderr: &str) -> String {
+/// The end of a log, in one line.
+pub fn last_lines(stderr: &str) -> String {
     let lines: Vec<&str> = stderr.lines().map(str::trim).filter(|l| !l.is_empty()).collect();
     match lines.len() {
         0 => "it logged nothing".to_owned(),
@@ -144,4 +201,9 @@ fn last_lines(stderr: &str) -> String {
 pub fn fired(stats: Option<&Value>) -> Option<u64> {
     let windows = stats?.get("windows")?.as_object()?;
     Some(windows.values().filter_map(|w| w.get("fired")?.as_u64()).sum())
+}
+
+/// Architectures that the adapter was compiled for, as its statistics state them.
+pub fn archs(stats: Option<&Value>) -> Option<String> {
+    Some(stats?.get("archs")?.as_str()?.to_owned())
 }

@@ -11,7 +11,9 @@ pub type Missing = BTreeMap<String, String>;
 /// The machine, GPU fields by nvidia-smi.
 pub fn machine(missing: &mut Missing) -> Machine {
     let cpu_info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = cpu_info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(':'));
+    let model = cpu_info
+        .lines()
+        .find_map(|l| l.strip_prefix("model name")?.split_once(':'));
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").ok();
     let mut machine = Machine {
         cpu: model.map(|(_, name)| name.trim().to_owned()),
@@ -25,12 +27,18 @@ pub fn machine(missing: &mut Missing) -> Machine {
     let answer = match stdout_of(Command::new("nvidia-smi").args([&query, "--format=csv,noheader,nounits"])) {
         Ok(answer) => answer,
         Err(why) => {
-            missing.insert("machine.gpu".into(), format!("nvidia-smi: {why}"));
+            missing.insert("machine".into(), format!("nvidia-smi: {why}"));
             return machine;
         }
     };
     // With several GPUs the first one speaks for all: hosts have one kind.
-    let first: Vec<&str> = answer.lines().next().unwrap_or_default().split(',').map(str::trim).collect();
+    let first: Vec<&str> = answer
+        .lines()
+        .next()
+        .unwrap_or_default()
+        .split(',')
+        .map(str::trim)
+        .collect();
     if let [name, cap, driver, memory, sm, sm_max, mem, power] = first[..] {
         machine.gpu = Some(name.to_owned());
         machine.gpu_count = Some(answer.lines().filter(|l| !l.trim().is_empty()).count() as u32);
@@ -42,7 +50,7 @@ pub fn machine(missing: &mut Missing) -> Machine {
         machine.clock_mem_mhz = mem.parse().ok();
         machine.power_limit_w = power.parse().ok();
     } else {
-        missing.insert("machine.gpu".into(), format!("nvidia-smi answered {answer:?}"));
+        missing.insert("machine".into(), format!("nvidia-smi answered {answer:?}"));
     }
     machine
 }
@@ -50,12 +58,19 @@ pub fn machine(missing: &mut Missing) -> Machine {
 /// This build. The commit comes from FLASHRT_COMMIT (`<hash>`, with `-dirty` for uncommitted changes), else from git in the
 /// working directory, if that is this repository.
 pub fn build(missing: &mut Missing) -> Build {
-    let mut build = Build { version: env!("CARGO_PKG_VERSION").to_owned(), ..Build::default() };
+    let mut build = Build {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        ..Build::default()
+    };
     let stated = std::env::var("FLASHRT_COMMIT").ok().or_else(|| {
         Path::new("csrc/flashrt_kernels.h").exists().then_some(())?;
         let hash = stdout_of(Command::new("git").args(["rev-parse", "HEAD"])).ok()?;
         let status = stdout_of(Command::new("git").args(["status", "--porcelain", "--untracked-files=no"])).ok()?;
-        Some(if status.trim().is_empty() { hash.trim().to_owned() } else { format!("{}-dirty", hash.trim()) })
+        Some(if status.trim().is_empty() {
+            hash.trim().to_owned()
+        } else {
+            format!("{}-dirty", hash.trim())
+        })
     });
     match stated {
         Some(commit) => {
@@ -65,6 +80,7 @@ pub fn build(missing: &mut Missing) -> Build {
         None => {
             let why = "not run in the repository, and FLASHRT_COMMIT is not set";
             missing.insert("build.commit".into(), why.into());
+            missing.insert("build.dirty".into(), why.into());
         }
     }
     build
@@ -72,7 +88,9 @@ pub fn build(missing: &mut Missing) -> Build {
 
 /// Now, UTC, RFC 3339.
 pub fn now() -> String {
-    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    let since = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap_or_default();
     rfc3339(since.as_secs())
 }
 
@@ -86,7 +104,12 @@ fn rfc3339(seconds: u64) -> String {
     let day = day_of_year - (153 * month + 2) / 5 + 1;
     let month = if month < 10 { month + 3 } else { month - 9 };
     let year = year_of_era + era * 400 + u64::from(month <= 2);
-    format!("{year:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}Z", time / 3600, time / 60 % 60, time % 60)
+    format!(
+        "{year:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}Z",
+        time / 3600,
+        time / 60 % 60,
+        time % 60
+    )
 }
 
 fn stdout_of(command: &mut Command) -> Result<String, String> {

@@ -9,6 +9,7 @@ mod llama;
 mod machine;
 mod output;
 mod qualify;
+mod server;
 mod synth;
 mod windows;
 

@@ -23,8 +23,14 @@ impl NewFile {
         let folder = folder_of(path);
         let mut builder = tempfile::Builder::new();
         builder.prefix(".flashrt-").permissions(Permissions::from_mode(0o666)); // less the umask
-        let temp = builder.tempfile_in(folder).with_context(|| format!("cannot write in {}", folder.display()))?;
-        Ok(NewFile { temp, path: path.to_owned(), replace })
+        let temp = builder
+            .tempfile_in(folder)
+            .with_context(|| format!("cannot write in {}", folder.display()))?;
+        Ok(NewFile {
+            temp,
+            path: path.to_owned(),
+            replace,
+        })
     }
 
     /// Where to write.
@@ -36,20 +42,30 @@ impl NewFile {
     pub fn commit(self) -> Result<()> {
         let context = || format!("cannot write {}", self.path.display());
         self.temp.as_file().sync_all().with_context(context)?;
-        let moved = if self.replace { self.temp.persist(&self.path) } else { self.temp.persist_noclobber(&self.path) };
+        let moved = if self.replace {
+            self.temp.persist(&self.path)
+        } else {
+            self.temp.persist_noclobber(&self.path)
+        };
         moved.map_err(|e| e.error).with_context(context)?;
-        File::open(folder_of(&self.path)).and_then(|folder| folder.sync_all()).with_context(context)
+        File::open(folder_of(&self.path))
+            .and_then(|folder| folder.sync_all())
+            .with_context(context)
     }
 }
 
 fn folder_of(path: &Path) -> &Path {
-    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+    path.parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."))
 }
 
 /// Writes a whole text file.
 pub fn write_text(path: &Path, text: &str, replace: bool) -> Result<()> {
     let file = NewFile::create(path, replace)?;
-    file.writer().write_all(text.as_bytes()).with_context(|| format!("cannot write {}", path.display()))?;
+    file.writer()
+        .write_all(text.as_bytes())
+        .with_context(|| format!("cannot write {}", path.display()))?;
     file.commit()
 }
 
@@ -63,12 +79,25 @@ pub fn print(text: &str) -> Result<()> {
 
 /// Columns aligned to the left, the last one free.
 pub fn table<const N: usize>(head: [&str; N], rows: &[[String; N]]) -> String {
-    let width = |i: usize| rows.iter().map(|r| r[i].chars().count()).chain([head[i].len()]).max().unwrap_or(0);
+    let width = |i: usize| {
+        rows.iter()
+            .map(|r| r[i].chars().count())
+            .chain([head[i].len()])
+            .max()
+            .unwrap_or(0)
+    };
     let widths: Vec<usize> = (0..N).map(|i| if i + 1 < N { width(i) } else { 0 }).collect();
     let line = |cells: Vec<&str>| {
-        let padded: Vec<String> = cells.iter().zip(&widths).map(|(cell, w)| format!("{cell:w$}")).collect();
+        let padded: Vec<String> = cells
+            .iter()
+            .zip(&widths)
+            .map(|(cell, w)| format!("{cell:w$}"))
+            .collect();
         padded.join("  ").trim_end().to_owned() + "\n"
     };
-    let body: String = rows.iter().map(|r| line(r.iter().map(String::as_str).collect())).collect();
+    let body: String = rows
+        .iter()
+        .map(|r| line(r.iter().map(String::as_str).collect()))
+        .collect();
     line(head.to_vec()) + &body
 }

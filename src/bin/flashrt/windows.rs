@@ -40,7 +40,13 @@ pub fn run(args: Args) -> Result<()> {
         .enumerate()
         .map(|(i, w)| {
             let least = format!("sm_{}+", w.min_cc);
-            [w.name.into(), least, status(i).into(), w.switch.into(), w.computes.into()]
+            [
+                w.name.into(),
+                least,
+                status(i).into(),
+                w.switch.into(),
+                w.computes.into(),
+            ]
         })
         .collect();
     let switches: Vec<_> = SWITCHES.iter().map(|s| [s.name.into(), s.does.into()]).collect();

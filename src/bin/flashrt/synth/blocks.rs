@@ -43,7 +43,11 @@ pub fn supports(ty: GgmlType) -> bool {
 
 /// Names of the types that can be made, for messages.
 pub fn supported_names() -> String {
-    let names: Vec<_> = GgmlType::ALL.iter().filter(|t| supports(**t)).map(|t| t.name()).collect();
+    let names: Vec<_> = GgmlType::ALL
+        .iter()
+        .filter(|t| supports(**t))
+        .map(|t| t.name())
+        .collect();
     names.join(", ")
 }
 
@@ -63,7 +67,13 @@ impl Filler {
         let elements: u64 = tensor.dims.iter().product();
         let state = tensor.name.bytes().fold(seed, |h, b| Random(h ^ u64::from(b)).next());
         let sigma = 1.0 / (tensor.dims[0] as f32).sqrt();
-        Filler { ty, fill: tensor.fill, blocks: elements / ty.block_len(), sigma, random: Random(state) }
+        Filler {
+            ty,
+            fill: tensor.fill,
+            blocks: elements / ty.block_len(),
+            sigma,
+            random: Random(state),
+        }
     }
 
     /// Writes the whole tensor.
@@ -71,7 +81,8 @@ impl Filler {
         match self.fill {
             Fill::Matrix => {}
             Fill::Norm => {
-                return (0..self.blocks).try_for_each(|_| out.write_all(&(1.0 + 0.05 * self.random.normal()).to_le_bytes()))
+                return (0..self.blocks)
+                    .try_for_each(|_| out.write_all(&(1.0 + 0.05 * self.random.normal()).to_le_bytes()))
             }
             Fill::RopeFactors => return rope_factors(self.blocks).try_for_each(|f| out.write_all(&f.to_le_bytes())),
         }
@@ -99,10 +110,10 @@ impl Filler {
             F32 => b.copy_from_slice(&(s * self.random.normal()).to_le_bytes()),
             F16 => b.copy_from_slice(&f16::from_f32(s * self.random.normal()).to_le_bytes()),
             BF16 => b.copy_from_slice(&bf16::from_f32(s * self.random.normal()).to_le_bytes()),
-            Q1_0 => put(b, 0, s),          // -1 or 1
-            Q2_0 => put(b, 0, s / 1.22),   // -1 … 2
-            Q4_0 => put(b, 0, s / 4.61),   // -8 … 7
-            Q5_0 => put(b, 0, s / 9.23),   // -16 … 15
+            Q1_0 => put(b, 0, s),        // -1 or 1
+            Q2_0 => put(b, 0, s / 1.22), // -1 … 2
+            Q4_0 => put(b, 0, s / 4.61), // -8 … 7
+            Q5_0 => put(b, 0, s / 9.23), // -16 … 15
             Q4_1 => put_pair(b, 0, s / 4.61, -7.5),
             Q5_1 => put_pair(b, 0, s / 9.23, -15.5),
             Q8_0 => {
@@ -178,9 +189,15 @@ fn six_bit_scales(packed: &mut [u8]) {
 fn ue4m3(x: f32) -> u8 {
     let value = |code: u8| {
         let (e, m) = (i32::from(code >> 3), f32::from(code & 7));
-        if e == 0 { m * 2f32.powi(-9) } else { (1.0 + m / 8.0) * 2f32.powi(e - 7) }
+        if e == 0 {
+            m * 2f32.powi(-9)
+        } else {
+            (1.0 + m / 8.0) * 2f32.powi(e - 7)
+        }
     };
-    (1..=0x7e).min_by(|a, b| (value(*a) - x).abs().total_cmp(&(value(*b) - x).abs())).expect("not empty")
+    (1..=0x7e)
+        .min_by(|a, b| (value(*a) - x).abs().total_cmp(&(value(*b) - x).abs()))
+        .expect("not empty")
 }
 
 /// Llama 3.1's factors: 1 for short wave lengths, 8 for long ones, smooth between (base 500000, 8192 tokens of old context).

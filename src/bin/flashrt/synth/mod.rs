@@ -93,7 +93,10 @@ impl Scheme {
             ty if fits(ty) => ty,
             // The output matrix takes Q8_0 at once, not the fallback of its type.
             _ if tensor.is_output && fits(GgmlType::Q8_0) => GgmlType::Q8_0,
-            ty => [fallback(ty), GgmlType::F16].into_iter().find(|ty| fits(*ty)).unwrap_or(GgmlType::F16),
+            ty => [fallback(ty), GgmlType::F16]
+                .into_iter()
+                .find(|ty| fits(*ty))
+                .unwrap_or(GgmlType::F16),
         }
     }
 }
@@ -135,12 +138,18 @@ pub fn run(args: Args) -> Result<()> {
     let mut data = writer.header(bar.wrap_write(BufWriter::with_capacity(1 << 20, file.writer())))?;
     for t in &tensors {
         let filler = Filler::new(args.scheme.type_of(t, layers), t, args.seed);
-        data.tensor_with(|out| filler.write(out)).with_context(|| format!("{}: {}", args.out.display(), t.name))?;
+        data.tensor_with(|out| filler.write(out))
+            .with_context(|| format!("{}: {}", args.out.display(), t.name))?;
     }
     drop(data.finish()?);
     file.commit()?;
     bar.finish_and_clear();
-    println!("{}: {} layers, {} tensors, {total} bytes of weights", args.out.display(), layers, tensors.len());
+    println!(
+        "{}: {} layers, {} tensors, {total} bytes of weights",
+        args.out.display(),
+        layers,
+        tensors.len()
+    );
     Ok(())
 }
 
@@ -164,7 +173,9 @@ mod tests {
         assert_eq!(eight("blk.6.ffn_down.weight"), "q6_K");
         assert_eq!(eight("blk.6.ffn_up.weight"), "q4_K");
         assert_eq!(eight("blk.0.attn_norm.weight"), "f32");
-        let raised = (0..32).filter(|i| eight(&format!("blk.{i}.ffn_down.weight")) == "q6_K").count();
+        let raised = (0..32)
+            .filter(|i| eight(&format!("blk.{i}.ffn_down.weight")) == "q6_K")
+            .count();
         assert_eq!(raised, 16);
     }
 

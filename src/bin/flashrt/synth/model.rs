@@ -134,9 +134,14 @@ impl Kind {
         };
         match self {
             Kind::Gemma3_270m => gemma3,
-            Kind::Gemma3_1b => {
-                Model { name: "gemma3-1b", layers: 26, embd: 1152, ff: 6912, sliding_window: Some(512), ..gemma3 }
-            }
+            Kind::Gemma3_1b => Model {
+                name: "gemma3-1b",
+                layers: 26,
+                embd: 1152,
+                ff: 6912,
+                sliding_window: Some(512),
+                ..gemma3
+            },
             Kind::Gemma2b => Model {
                 name: "gemma-2b",
                 arch: "gemma",
@@ -164,7 +169,13 @@ impl Kind {
                 rope_factors: true,
                 ..qwen3
             },
-            Kind::Qwen3_4b => Model { name: "qwen3-4b", embd: 2560, ff: 9728, tied: true, ..qwen3 },
+            Kind::Qwen3_4b => Model {
+                name: "qwen3-4b",
+                embd: 2560,
+                ff: 9728,
+                tied: true,
+                ..qwen3
+            },
             Kind::Qwen3_8b => qwen3,
             Kind::Qwen3Moe => Model {
                 name: "qwen3-moe",
@@ -173,7 +184,11 @@ impl Kind {
                 embd: 2048,
                 kv_heads: 4,
                 ff: 6144,
-                experts: Some(Experts { count: 128, used: 8, ff: 768 }),
+                experts: Some(Experts {
+                    count: 128,
+                    used: 8,
+                    ff: 768,
+                }),
                 ..qwen3
             },
         }
@@ -195,8 +210,10 @@ impl Model {
             keep_f32: name == "ffn_gate_inp",
             fill: Fill::Matrix,
         };
-        let norm =
-            |layer: Option<u32>, name: &str, n: u64| Tensor { fill: Fill::Norm, ..matrix(layer, name, &[n]) };
+        let norm = |layer: Option<u32>, name: &str, n: u64| Tensor {
+            fill: Fill::Norm,
+            ..matrix(layer, name, &[n])
+        };
 
         let mut out = vec![matrix(None, "token_embd", &[self.embd, self.vocab])];
         for i in (0..layers).map(Some) {
@@ -233,7 +250,10 @@ impl Model {
         }
         out.push(norm(None, "output_norm", self.embd));
         if self.rope_factors {
-            out.push(Tensor { fill: Fill::RopeFactors, ..matrix(None, "rope_freqs", &[self.head_dim / 2]) });
+            out.push(Tensor {
+                fill: Fill::RopeFactors,
+                ..matrix(None, "rope_freqs", &[self.head_dim / 2])
+            });
         }
         if !self.tied {
             out.push(matrix(None, "output", &[self.embd, self.vocab]));
@@ -276,8 +296,9 @@ fn tokenizer(w: &mut Writer, n: u64) {
     const UNKNOWN: i32 = 2;
     const CONTROL: i32 = 3;
     const BYTE: i32 = 6;
-    let mut tokens: Vec<(String, i32)> =
-        [("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL)].map(|(t, kind)| (t.to_owned(), kind)).into();
+    let mut tokens: Vec<(String, i32)> = [("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL)]
+        .map(|(t, kind)| (t.to_owned(), kind))
+        .into();
     tokens.extend((0..256).map(|byte| (format!("<0x{byte:02X}>"), BYTE)));
     tokens.push(("\u{2581}".to_owned(), NORMAL)); // how SentencePiece writes a space
     tokens.extend((b'!'..=b'~').map(|c| (char::from(c).to_string(), NORMAL)));
@@ -286,7 +307,10 @@ fn tokenizer(w: &mut Writer, n: u64) {
     let scores: Vec<f32> = (0..n).map(|i| -(i as f32)).collect();
     let kinds: Vec<i32> = tokens.iter().map(|(_, kind)| *kind).collect();
     w.set("tokenizer.ggml.model", "llama");
-    w.set("tokenizer.ggml.tokens", tokens.into_iter().map(|(t, _)| t.into_bytes()).collect::<Vec<_>>());
+    w.set(
+        "tokenizer.ggml.tokens",
+        tokens.into_iter().map(|(t, _)| t.into_bytes()).collect::<Vec<_>>(),
+    );
     w.set("tokenizer.ggml.scores", &scores[..]);
     w.set("tokenizer.ggml.token_type", &kinds[..]);
     w.set("tokenizer.ggml.unknown_token_id", 0u32);

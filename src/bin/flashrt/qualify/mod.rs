@@ -1,11 +1,14 @@
 //! `flashrt qualify`: the same results with the windows on as with them off, by llama.cpp's own tools.
 //!
 //! Three comparisons of one build with itself, on against `GGML_FLASHRT_DISABLE=1`:
-//! greedy text, token for token; the distribution over next tokens against that of the dequantised model; and perplexity at
+//! greedy text, token for token, where it may part only at a tie; the distribution over next tokens against that of the dequantised model; and perplexity at
 //! several ubatch sizes, because one token at a time takes other kernels than a full ubatch.
+
+mod greedy;
 
 use crate::llama::{self, Finished, Host, DISABLE};
 use crate::output::{self, NewFile};
+use crate::server::Server;
 use crate::{bench, machine};
 use anyhow::{bail, ensure, Context, Result};
 use ggml_flashrt::gguf::Gguf;
@@ -83,7 +86,11 @@ pub fn run(args: Args) -> Result<()> {
     }
     let file = NewFile::create(&args.out, false)?;
     let mut missing = machine::Missing::new();
-    let mut session = Session { host, args: &args, runs: Vec::new() };
+    let mut session = Session {
+        host,
+        args: &args,
+        runs: Vec::new(),
+    };
     let mut checks = vec![session.greedy_text()?];
     match &args.corpus {
         Some(corpus) => {
@@ -97,7 +104,7 @@ pub fn run(args: Args) -> Result<()> {
         }
     }
     checks.push(session.fired());
-    let report = Report {
+    let mut report = Report {
         schema: SCHEMA,
         kind: Kind::Qualify,
         created: machine::now(),
@@ -112,10 +119,31 @@ pub fn run(args: Args) -> Result<()> {
         headlines: Vec::new(),
         missing,
     };
-    file.writer().write_all(report.to_json().as_bytes()).context("cannot write the report")?;
+    report.build.baseline = Some("the same build with GGML_FLASHRT_DISABLE=1".to_owned());
+    report.build.archs = llama::archs(report.runs[0].stats.as_ref());
+    let mut unknown = vec![
+        ("build.llama_commit", "the tools that ran do not state it"),
+        ("workload.repetitions", "each comparison is made once"),
+    ];
+    if report.build.archs.is_none() {
+        unknown.push(("build.archs", "the processes wrote no GGML_FLASHRT_STATS"));
+    }
+    let reasons = unknown
+        .into_iter()
+        .map(|(field, why)| (field.to_owned(), why.to_owned()));
+    report.missing.extend(reasons);
+    report.verify()?;
+    file.writer()
+        .write_all(report.to_json().as_bytes())
+        .context("cannot write the report")?;
     file.commit()?;
     output::print(&table(&report))?;
-    let failed: Vec<&str> = report.checks.iter().filter(|c| c.pass != Some(true)).map(|c| c.name.as_str()).collect();
+    let failed: Vec<&str> = report
+        .checks
+        .iter()
+        .filter(|c| c.pass != Some(true))
+        .map(|c| c.name.as_str())
+        .collect();
     ensure!(failed.is_empty(), "not qualified: {}", failed.join(", "));
     Ok(())
 }
@@ -144,34 +172,58 @@ impl Session<'_> {
         eprintln!("{tool}, windows {}", if arm == Arm::Stock { "off" } else { "on" });
         let done = self.host.run(tool, &all, vars)?;
         let record = extract(&done).with_context(|| format!("{tool} printed no result"))?;
-        self.runs.push(Run {
-            arm,
-            setting: "default".to_owned(),
-            command: done.command,
-            env: done.env,
-            wall_s: done.wall_s,
-            records: record.as_object().cloned().into_iter().collect::<Vec<Map<_, _>>>(),
-            stats: done.stats,
-        });
+        self.keep(arm, done, record.as_object().cloned().into_iter().collect());
         Ok(record)
     }
 
+    /// Greedy text from one server each, with the log-probabilities that say whether two texts part at a tie.
     fn greedy_text(&mut self) -> Result<Check> {
-        let tokens = self.args.tokens.to_string();
-        let mut differ = Vec::new();
+        let on = self.texts(Arm::Adapter)?;
+        let off = self.texts(Arm::Stock)?;
+        Ok(greedy::compare(&PROMPTS, &on, &off, self.args.tokens))
+    }
+
+    fn texts(&mut self, arm: Arm) -> Result<Vec<greedy::Text>> {
+        eprintln!("llama-server, windows {}", if arm == Arm::Stock { "off" } else { "on" });
+        let vars: &[_] = if arm == Arm::Stock { &[DISABLE] } else { &[] };
+        let mut options: Vec<OsString> = vec!["-m".into(), self.args.model.clone().into()];
+        options.extend(["-c", "4096", "-np", "1"].map(OsString::from));
+        options.extend(self.args.extra.iter().cloned());
+        let server = Server::start(&self.host, &options, vars)?;
+        let mut texts = Vec::new();
         for prompt in PROMPTS {
-            let options = ["-p", prompt, "-n", &tokens, "--temp", "0", "--seed", "1", "--ignore-eos", "-no-cnv"];
-            let all = [&options[..], &["--no-display-prompt", "--simple-io", "--no-warmup"]].concat();
-            let text = |done: &Finished| Ok(json!({"prompt": prompt, "text": done.stdout}));
-            let on = self.tool(Arm::Adapter, "llama-completion", &self.args.model, &all, text)?;
-            let off = self.tool(Arm::Stock, "llama-completion", &self.args.model, &all, text)?;
-            ensure!(off["text"] != "", "llama-completion generated nothing from {prompt:?}");
-            if on != off {
-                differ.push(first_difference(prompt, &on["text"], &off["text"]));
-            }
+            let answer = server.complete(&greedy::request(prompt, self.args.tokens))?;
+            texts.push(greedy::Text::read(&answer).with_context(|| format!("llama-server answered {answer}"))?);
         }
-        let detail = format!("{} of {} texts of {tokens} tokens are the same", PROMPTS.len() - differ.len(), PROMPTS.len());
-        Ok(Check { name: "greedy text".into(), pass: Some(differ.is_empty()), detail, data: differ.into() })
+        let done = server.stop()?;
+        let record = |(prompt, text): (&str, &greedy::Text)| {
+            Map::from_iter([
+                ("prompt".to_owned(), json!(prompt)),
+                ("text".to_owned(), json!(text.content)),
+            ])
+        };
+        let records = PROMPTS.into_iter().zip(&texts).map(record).collect();
+        self.keep(arm, done, records);
+        Ok(texts)
+    }
+
+    fn keep(&mut self, arm: Arm, done: Finished, records: Vec<Map<String, Value>>) {
+        let Finished {
+            command,
+            env,
+            wall_s,
+            stats,
+            ..
+        } = done;
+        self.runs.push(Run {
+            arm,
+            setting: "default".to_owned(),
+            command,
+            env,
+            wall_s,
+            records,
+            stats,
+        });
     }
 
     /// Distance to the dequantised model: with the windows on it may not be larger than without them, beyond the uncertainty
@@ -181,13 +233,31 @@ impl Session<'_> {
         let reference = scratch.path().join("dequantised.gguf");
         let logits = scratch.path().join("logits.bin");
         eprintln!("llama-quantize to {}", self.args.reference_type);
-        let from_to = [self.args.model.as_os_str(), reference.as_os_str(), self.args.reference_type.as_ref()];
-        let quantize: Vec<OsString> = ["--allow-requantize".into()].into_iter().chain(from_to.map(Into::into)).collect();
+        let from_to = [
+            self.args.model.as_os_str(),
+            reference.as_os_str(),
+            self.args.reference_type.as_ref(),
+        ];
+        let quantize: Vec<OsString> = ["--allow-requantize".into()]
+            .into_iter()
+            .chain(from_to.map(Into::into))
+            .collect();
         self.host.run("llama-quantize", &quantize, &[DISABLE])?;
 
         let chunks = self.args.chunks.to_string();
         let (corpus, logits) = (path_text(corpus)?, path_text(&logits)?);
-        let common = ["-f", corpus, "-c", "512", "-b", "512", "--chunks", &chunks, "--kl-divergence-base", logits];
+        let common = [
+            "-f",
+            corpus,
+            "-c",
+            "512",
+            "-b",
+            "512",
+            "--chunks",
+            &chunks,
+            "--kl-divergence-base",
+            logits,
+        ];
         self.tool(Arm::Stock, "llama-perplexity", &reference, &common, perplexity)?;
         let compare = [&common[2..], &["--kl-divergence"]].concat();
         let on = self.tool(Arm::Adapter, "llama-perplexity", &self.args.model, &compare, distance)?;
@@ -202,7 +272,10 @@ impl Session<'_> {
             detail: format!("{} with windows, {} without", on[field], off[field]),
             data: json!({"on": &on, "off": &off}),
         };
-        Ok([check("KL divergence", "kld", kld), check("same top token, %", "same_top", top)])
+        Ok([
+            check("KL divergence", "kld", kld),
+            check("same top token, %", "same_top", top),
+        ])
     }
 
     fn perplexities(&mut self, corpus: &Path) -> Result<Vec<Check>> {
@@ -211,14 +284,21 @@ impl Session<'_> {
         let mut checks = Vec::new();
         for ubatch in &self.args.ubatches {
             let size = ubatch.to_string();
-            let options = ["-f", corpus, "-c", "512", "-b", "512", "-ub", &size, "--chunks", &chunks];
+            let options = [
+                "-f", corpus, "-c", "512", "-b", "512", "-ub", &size, "--chunks", &chunks,
+            ];
             let on = self.tool(Arm::Adapter, "llama-perplexity", &self.args.model, &options, perplexity)?;
             let off = self.tool(Arm::Stock, "llama-perplexity", &self.args.model, &options, perplexity)?;
             let change = on["ppl"].as_f64().unwrap_or(f64::NAN) / off["ppl"].as_f64().unwrap_or(f64::NAN) - 1.0;
             checks.push(Check {
                 name: format!("perplexity at -ub {ubatch}"),
                 pass: Some(change.abs() <= MAX_PERPLEXITY_CHANGE),
-                detail: format!("{} with windows, {} without: {:+.4} %", on["ppl"], off["ppl"], 100.0 * change),
+                detail: format!(
+                    "{} with windows, {} without: {:+.4} %",
+                    on["ppl"],
+                    off["ppl"],
+                    100.0 * change
+                ),
                 data: json!({"on": on, "off": off}),
             });
         }
@@ -227,35 +307,50 @@ impl Session<'_> {
 
     /// Equal results of runs in which nothing fired would say nothing.
     fn fired(&self) -> Check {
-        let count = |arm: Arm| self.runs.iter().filter(move |r| r.arm == arm).map(|r| llama::fired(r.stats.as_ref()));
+        let count = |arm: Arm| {
+            self.runs
+                .iter()
+                .filter(move |r| r.arm == arm)
+                .map(|r| llama::fired(r.stats.as_ref()))
+        };
         let on: Vec<_> = count(Arm::Adapter).collect();
         let silent = on.iter().filter(|n| n.unwrap_or(0) == 0).count();
         let off: u64 = count(Arm::Stock).flatten().sum();
-        let detail = format!("windows fired in {} of {} runs with them on, {off} times with them off", on.len() - silent, on.len());
+        let detail = format!(
+            "windows fired in {} of {} runs with them on, {off} times with them off",
+            on.len() - silent,
+            on.len()
+        );
         let pass = Some(silent == 0 && off == 0);
-        Check { name: "windows fired".into(), pass, detail, data: json!(on) }
+        Check {
+            name: "windows fired".into(),
+            pass,
+            detail,
+            data: json!(on),
+        }
     }
 }
 
 fn path_text(path: &Path) -> Result<&str> {
-    path.to_str().with_context(|| format!("{}: the name is no UTF-8", path.display()))
-}
-
-/// Where two texts part, with what comes before and after.
-fn first_difference(prompt: &str, on: &Value, off: &Value) -> Value {
-    let letters = |v: &Value| v.as_str().unwrap_or_default().chars().collect::<Vec<_>>();
-    let (on, off) = (letters(on), letters(off));
-    let at = on.iter().zip(&off).take_while(|(a, b)| a == b).count();
-    let piece = |s: &[char], from: usize| s.iter().skip(from).take(40).collect::<String>();
-    json!({"prompt": prompt, "at_character": at, "before": piece(&off, at.saturating_sub(40)).chars().take(at.min(40)).collect::<String>(),
-        "on": piece(&on, at), "off": piece(&off, at)})
+    path.to_str()
+        .with_context(|| format!("{}: the name is no UTF-8", path.display()))
 }
 
 /// The value after `label`, and the uncertainty after the next `±` or `+/-`.
 fn value_after(text: &str, label: &str) -> Result<(f64, f64)> {
-    let line = text.lines().rev().find_map(|l| l.split_once(label)).with_context(|| format!("no line with {label:?}"))?.1;
-    let mut numbers = line.split(|c: char| !(c.is_ascii_digit() || "+-.e".contains(c))).filter_map(|w| w.parse::<f64>().ok());
-    numbers.next().zip(numbers.next()).with_context(|| format!("{label:?} is followed by {line:?}"))
+    let line = text
+        .lines()
+        .rev()
+        .find_map(|l| l.split_once(label))
+        .with_context(|| format!("no line with {label:?}"))?
+        .1;
+    let mut numbers = line
+        .split(|c: char| !(c.is_ascii_digit() || "+-.e".contains(c)))
+        .filter_map(|w| w.parse::<f64>().ok());
+    numbers
+        .next()
+        .zip(numbers.next())
+        .with_context(|| format!("{label:?} is followed by {line:?}"))
 }
 
 fn perplexity(done: &Finished) -> Result<Value> {
@@ -268,8 +363,10 @@ fn distance(done: &Finished) -> Result<Value> {
     let (kld, kld_uncertainty) = value_after(&text, "Mean    KLD:")?;
     let (same_top, same_top_uncertainty) = value_after(&text, "Same top p:")?;
     let (ppl, ppl_uncertainty) = value_after(&text, "Mean PPL(Q)  ")?;
-    Ok(json!({"kld": kld, "kld_uncertainty": kld_uncertainty, "same_top": same_top,
-        "same_top_uncertainty": same_top_uncertainty, "ppl": ppl, "ppl_uncertainty": ppl_uncertainty}))
+    Ok(
+        json!({"kld": kld, "kld_uncertainty": kld_uncertainty, "same_top": same_top,
+        "same_top_uncertainty": same_top_uncertainty, "ppl": ppl, "ppl_uncertainty": ppl_uncertainty}),
+    )
 }
 
 fn table(report: &Report) -> String {
@@ -278,9 +375,17 @@ fn table(report: &Report) -> String {
         Some(false) => "FAIL",
         None => "-",
     };
-    let rows: Vec<[String; 3]> =
-        report.checks.iter().map(|c| [c.name.clone(), verdict(c.pass).to_owned(), c.detail.clone()]).collect();
-    let left_out: String = report.missing.iter().filter(|(what, _)| what.starts_with("checks.")).map(|(what, why)| format!("{what}: {why}\n")).collect();
+    let rows: Vec<[String; 3]> = report
+        .checks
+        .iter()
+        .map(|c| [c.name.clone(), verdict(c.pass).to_owned(), c.detail.clone()])
+        .collect();
+    let left_out: String = report
+        .missing
+        .iter()
+        .filter(|(what, _)| what.starts_with("checks."))
+        .map(|(what, why)| format!("{what}: {why}\n"))
+        .collect();
     output::table(["check", "verdict", "detail"], &rows) + &left_out
 }
 
@@ -299,12 +404,5 @@ mod tests {
         assert_eq!(value_after(text, "Same top p:").unwrap(), (98.765, 0.123));
         assert!(value_after(text, "Median").is_err());
         assert!(value_after("Same top p: nothing", "Same top p:").is_err());
-    }
-
-    #[test]
-    fn differences_are_shown_where_they_begin() {
-        let d = first_difference("p", &json!("größer als"), &json!("größer wie"));
-        assert_eq!((d["at_character"].as_u64(), d["on"].as_str(), d["off"].as_str()), (Some(7), Some("als"), Some("wie")));
-        assert_eq!(d["before"], "größer ");
     }
 }

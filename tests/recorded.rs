@@ -1,0 +1,142 @@
+//! Graphs that llama.cpp 0.5.0 built on a CUDA device (recorded with `GGML_FLASHRT_DUMP`), with exact fire counts. Case B04: a
+//! window that never fires in the model it is for is not delivered.
+//!
+//! Models with random weights in real shapes: Gemma 3 270M (6 layers), Llama 8B, Qwen3 4B and Qwen3-MoE (2 layers each), all
+//! Q4_K_M, run by llama-batched-bench with one sequence and then two: warm-up, prefill of 48 tokens, decode, prefill of 96, decode
+//! of 2. `graph-opt`: with `GGML_CUDA_GRAPH_OPT=1`; `graph-opt-without-qkv`: with QKV_GEMV switched off too, so that the host makes
+//! concurrent regions.
+
+mod support;
+
+use ggml_flashrt::graph::dump::GraphRecord;
+use ggml_flashrt::graph::{OwnedGraph, Region};
+use ggml_flashrt::window::{edges, match_graph, WINDOWS};
+use std::io::Read;
+
+fn recorded(name: &str) -> Vec<GraphRecord> {
+    let path = format!("{}/tests/fixtures/graphs/{name}.jsonl.gz", env!("CARGO_MANIFEST_DIR"));
+    let mut text = String::new();
+    flate2::read::GzDecoder::new(std::fs::File::open(&path).unwrap()).read_to_string(&mut text).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Tokens of a graph: rows of its first node.
+fn n_tokens(graph: &GraphRecord) -> i64 {
+    graph.tensors[graph.nodes[0]].ne[1]
+}
+
+/// Fired sites in the order of [`WINDOWS`], hand-offs, and hand-offs that replace the f32 result.
+fn counts(graph: &GraphRecord, off: &[&str]) -> (Vec<usize>, usize, usize) {
+    let owned = OwnedGraph::new(graph).unwrap();
+    let matched = match_graph(owned.graph(), owned.host(), |w| !off.contains(&WINDOWS[w].name));
+    let mut fired = vec![0; WINDOWS.len()];
+    matched.sites.iter().for_each(|s| fired[s.window] += 1);
+    let edges = edges(&matched, owned.graph(), owned.host());
+    (fired, edges.len(), edges.iter().filter(|e| e.drop_f32).count())
+}
+
+fn decode_graphs(model: &str, variant: &str) -> Vec<GraphRecord> {
+    recorded(&format!("{model}-{variant}")).into_iter().filter(|g| n_tokens(g) <= 2).collect()
+}
+
+/// Windows, in this order: QKV_GEMV, SANDWICH_NORM, ADD_NORM, GLU_GEMV, GEMV_RES.
+fn check(model: &str, fired: [usize; 5], edges: (usize, usize)) {
+    let names: Vec<&str> = WINDOWS.iter().map(|w| w.name).collect();
+    assert_eq!(names, ["QKV_GEMV", "SANDWICH_NORM", "ADD_NORM", "GLU_GEMV", "GEMV_RES"]);
+    for variant in ["default", "graph-opt"] {
+        let graphs = decode_graphs(model, variant);
+        assert_eq!(graphs.iter().map(n_tokens).collect::<Vec<_>>(), [1, 2], "{model} {variant}");
+        for graph in &graphs {
+            let (got, made, dropped) = counts(graph, &[]);
+            assert_eq!((got, (made, dropped)), (fired.to_vec(), edges), "{model} {variant}, {} tokens", n_tokens(graph));
+        }
+    }
+}
+
+#[test]
+fn gemma3() {
+    // 6 layers: a QKV and a GLU each, output and down projection, and the output matrix. Two sandwiches a layer, but in the last
+    // the gather of the residual's rows of interest stands between the norm after attention and the addition.
+    // Hand-offs: every norm but the first layer's own, and every GLU. The final norm is an output of the graph as well.
+    check("gemma3-270m", [6, 11, 1, 6, 13], (12 + 6, 11 + 6));
+}
+
+#[test]
+fn llama() {
+    // Two additions a layer, each with the norm behind it: all four norms but the first layer's own hand over.
+    check("llama-8b", [2, 0, 4, 2, 5], (4 + 2, 3 + 2));
+}
+
+#[test]
+fn qwen3() {
+    check("qwen3-4b", [2, 0, 4, 2, 5], (4 + 2, 3 + 2));
+}
+
+#[test]
+fn qwen3_moe() {
+    // Experts are not ours: the norms before them keep their f32 form and hand nothing over.
+    check("qwen3-moe", [2, 0, 4, 0, 3], (2, 1));
+}
+
+/// Norms do not care how many rows there are. Of the mat-vecs only those behind the gather of the rows of interest, in the last
+/// layer and the output matrix, have few enough.
+#[test]
+fn prefill_takes_norms() {
+    for (model, fired) in [
+        ("gemma3-270m", [0, 11, 1, 1, 2]),
+        ("llama-8b", [0, 0, 4, 1, 2]),
+        ("qwen3-4b", [0, 0, 4, 1, 2]),
+        ("qwen3-moe", [0, 0, 4, 0, 1]),
+    ] {
+        let graphs: Vec<_> = recorded(&format!("{model}-default")).into_iter().filter(|g| n_tokens(g) > 40).collect();
+        assert_eq!(graphs.iter().map(n_tokens).collect::<Vec<_>>(), [48, 96], "{model}");
+        for graph in graphs {
+            assert_eq!(counts(&graph, &[]).0, fired, "{model}, {} tokens", n_tokens(&graph));
+        }
+    }
+}
+
+#[test]
+fn concurrent_regions_are_respected() {
+    for model in ["gemma3-270m", "llama-8b", "qwen3-4b", "qwen3-moe"] {
+        let graphs = decode_graphs(model, "graph-opt-without-qkv");
+        let mut regions = 0;
+        for graph in &graphs {
+            let owned = OwnedGraph::new(graph).unwrap();
+            let (graph, host) = (owned.graph(), owned.host());
+            if graph.nodes().all(|t| host.region(t) == Region::None) {
+                continue;
+            }
+            regions += 1;
+            let matched = match_graph(graph, host, |_| true);
+            assert!(matched.sites.iter().all(|s| s.window().name != "QKV_GEMV"), "{model}: would cross branches");
+            for site in &matched.sites {
+                let branches: Vec<Region> = (site.m.start..site.m.end)
+                    .map(|i| host.region(graph.node(i)))
+                    .filter(|r| matches!(r, Region::Branch(_)))
+                    .collect();
+                assert!(branches.windows(2).all(|w| w[0] == w[1]), "{model}");
+            }
+            assert!(edges(&matched, graph, host).is_empty(), "{model}: nodes may still change order");
+        }
+        assert!(regions > 0, "{model}: the fixture holds no region");
+    }
+}
+
+/// Switched off at random, windows never leave a hand-off without its reader or the reader without its producer.
+#[test]
+fn hand_offs_follow_the_switches() {
+    for model in ["gemma3-270m", "llama-8b"] {
+        for graph in decode_graphs(model, "default") {
+            for off in 0u32..32 {
+                let names: Vec<&str> = (0..5).filter(|w| off & (1 << w) != 0).map(|w| WINDOWS[w as usize].name).collect();
+                let owned = OwnedGraph::new(&graph).unwrap();
+                let matched = match_graph(owned.graph(), owned.host(), |w| !names.contains(&WINDOWS[w].name));
+                for edge in edges(&matched, owned.graph(), owned.host()) {
+                    assert!(edge.consumers.iter().all(|&c| c > edge.producer));
+                    assert!(!names.contains(&matched.sites[edge.producer].window().name));
+                }
+            }
+        }
+    }
+}
