@@ -2,12 +2,13 @@
 // Micro-benchmark and correctness check of csrc/gemv. Needs neither cargo nor llama.cpp.
 //
 //   nvcc -O3 -std=c++17 -cudart shared -gencode arch=compute_90a,code=sm_90a bench/gemv_bench.cu csrc/gemv/*.cu -o gemv_bench
-//   ./gemv_bench [--host] [--quick] [--type q4_k] [results.jsonl]
+//   ./gemv_bench [--host] [--sweep] [--type q4_k] [results.jsonl]
 //
 // --host checks the arithmetic of every weight format on the CPU and stops: no GPU needed.
 // Otherwise: every format and shape against a double-precision sum over a sample of rows, then times. Each timed launch reads
 // weights that are not in L2 (they rotate through more than 512 MB) and is part of a CUDA graph of many; "pdl" and "plain" are the
-// same graph with and without programmatic dependent launch. TB/s counts the weights' bytes only.
+// same graph with and without programmatic dependent launch. TB/s counts the weights' bytes only. --sweep also times other choices
+// of lanes, rows, ring depth and blocks per SM.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -265,6 +266,7 @@ struct Device {
     uint8_t *    pool;
     float *      x, *out, *bias, *res, *xq_ds, *out_ds;
     int8_t *     xq, *out_q;
+    uint32_t *   tickets;
 };
 
 Device open_device() {
@@ -284,6 +286,8 @@ Device open_device() {
     CHECK(cudaMalloc(&d.xq_ds, 8 * kMaxK / 4));
     CHECK(cudaMalloc(&d.out_q, size_t(8) * kMaxRows));
     CHECK(cudaMalloc(&d.out_ds, size_t(8) * kMaxRows / 4));
+    CHECK(cudaMalloc(&d.tickets, kMaxRows / 32 * 4));
+    CHECK(cudaMemset(d.tickets, 0, kMaxRows / 32 * 4));
     return d;
 }
 
@@ -301,6 +305,7 @@ frt_gemv_args make_args(const Device & d, const Type & type, const Case & c, int
     }
     if (q8_out) {
         a.out_q = {d.out_q, d.out_ds};
+        a.tickets = d.tickets;
     }
     size_t at = pool_offset;
     int    column = 0, total = 0;
@@ -364,7 +369,7 @@ double check_case(const Device & d, const Type & type, Case c, int tokens, bool 
         CHECK(cudaMemset(d.out, 0xff, static_cast<size_t>(tokens) * rows_total * 4));
     }
     const frt_launch      how = {d.stream, 1, d.sm_count, d.cc};
-    const frt::GemvTuning forced = {lanes, 2};
+    const frt::GemvTuning forced = {lanes, 0};
     const cudaError_t err = frt::gemv_any(a, how, lanes > 0 ? &forced : nullptr);
     if (err != cudaSuccess) {
         printf("%s %s: %s\n", type.name, c.name, cudaGetErrorString(err));
@@ -378,6 +383,12 @@ double check_case(const Device & d, const Type & type, Case c, int tokens, bool 
     if (q8_out) {
         CHECK(cudaMemcpy(out_q.data(), d.out_q, out_q.size(), cudaMemcpyDeviceToHost));
         CHECK(cudaMemcpy(out_ds.data(), d.out_ds, out.size() / 16 * 4, cudaMemcpyDeviceToHost));
+        vector<uint32_t> tickets(rows_total / 32);
+        CHECK(cudaMemcpy(tickets.data(), d.tickets, tickets.size() * 4, cudaMemcpyDeviceToHost));
+        if (std::any_of(tickets.begin(), tickets.end(), [](uint32_t n) { return n != 0; })) {
+            printf("%s %s: tickets are not zero after the launch\n", type.name, c.name);
+            return 1e30;
+        }
     }
 
     double          worst = 0.0;
@@ -450,7 +461,8 @@ bool check_all(const Device & d, const Type & type) {
     for (const Case & c : cases) {
         for (const Variant & v : variants) {
             const bool glu = c.glu != FRT_GLU_NONE;
-            if (!frt_gemv_supports(type.id, c.k, v.tokens, c.glu) || (v.tokens > 2 && seg_rows(c, 0) > 100000)) {
+            if (!frt_gemv_supports(type.id, c.k, v.tokens, c.glu) || weight_bytes(type, c) + 256 > kPool ||
+                (v.tokens > 2 && seg_rows(c, 0) > 100000)) {
                 continue;
             }
             const double bad = check_case(d, type, c, v.tokens, v.xq, v.epilogue, v.q8_out && glu && c.rows[0] % 32 == 0, v.lanes);
@@ -573,7 +585,7 @@ template <typename W, int ROWS, int... STAGES> void sweep_stages(const Device & 
 // Template choices that the library does not offer at run time: rows per group of lanes, depth of the ring.
 template <typename W> void sweep(const Device & d, const Type & type, FILE * json) {
     for (const Case & c : kCases) {
-        if (!frt_gemv_supports(type.id, c.k, 1, c.glu)) {
+        if (!frt_gemv_supports(type.id, c.k, 1, c.glu) || weight_bytes(type, c) > kPool) {
             continue;
         }
         vector<Row> rows;
@@ -589,14 +601,14 @@ template <typename W> void sweep(const Device & d, const Type & type, FILE * jso
     }
 }
 
-void times(const Device & d, const Type & type, bool quick, FILE * json) {
+void times(const Device & d, const Type & type, bool sweep, FILE * json) {
     for (const Case & c : kCases) {
         const size_t bytes = weight_bytes(type, c);
         if (bytes > kPool) {
             continue;
         }
         const int n = launches_for(bytes);
-        for (int tokens : quick ? vector<int>{1} : vector<int>{1, 2, 4, 8}) {
+        for (int tokens : {1, 4}) {
             if (!frt_gemv_supports(type.id, c.k, tokens, c.glu)) {
                 continue;
             }
@@ -606,10 +618,15 @@ void times(const Device & d, const Type & type, bool quick, FILE * json) {
                 bool            xq, q8_out, forced;
                 frt::GemvTuning tuning;
             };
-            vector<Choice> choices = {{"default", true, glu, false, {}}};
+            vector<Choice> choices = {{glu ? "q8 out" : "default", true, glu, false, {}}};
+            if (glu) {
+                choices.push_back({"f32 out", true, false, false, {}});
+            }
             if (tokens == 1) {
-                choices.push_back({"own quantisation", false, false, false, {}});
-                if (!quick) {
+                if (type.block > 1) {
+                    choices.push_back({"own quantisation", false, false, false, {}});
+                }
+                if (sweep) {
                     for (const auto & [name, lanes, per_sm] : {std::tuple{"lanes 32 per_sm 1", 32, 1}, std::tuple{"lanes 32 per_sm 3", 32, 3},
                                                                std::tuple{"lanes 8 per_sm 1", 8, 1}, std::tuple{"lanes 8 per_sm 2", 8, 2}}) {
                         choices.push_back({name, true, glu, true, {lanes, per_sm}});
@@ -632,15 +649,15 @@ void times(const Device & d, const Type & type, bool quick, FILE * json) {
 }  // namespace
 
 int main(int argc, char ** argv) {
-    bool         quick = false;
+    bool         sweeps = false;
     const char * json_path = nullptr;
     const char * only = nullptr;
     for (int i = 1; i < argc; ++i) {
         if (strcmp(argv[i], "--host") == 0) {
             return host_checks();
         }
-        if (strcmp(argv[i], "--quick") == 0) {
-            quick = true;
+        if (strcmp(argv[i], "--sweep") == 0) {
+            sweeps = true;
         } else if (strcmp(argv[i], "--type") == 0 && i + 1 < argc) {
             only = argv[++i];
         } else {
@@ -670,11 +687,11 @@ int main(int argc, char ** argv) {
         fill_weights(type, d.pool, kPool, d.stream);
         CHECK(cudaStreamSynchronize(d.stream));
         ok = check_all(d, type) && ok;
-        times(d, type, quick, json);
-        if (!quick && type.id == 12) {
+        times(d, type, sweeps, json);
+        if (sweeps && type.id == 12) {
             sweep<frt::Q4_K>(d, type, json);
         }
-        if (!quick && type.id == 8) {
+        if (sweeps && type.id == 8) {
             sweep<frt::Q8_0>(d, type, json);
         }
         fflush(stdout);

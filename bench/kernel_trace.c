@@ -12,9 +12,9 @@
  * KERNEL_TRACE_OUT   the file, written when the process exits (not when a signal kills it)
  * KERNEL_TRACE_LAST  keep only the last N records; without it all are kept, 48 bytes each
  *
- * The file is JSON lines. First an object: format, version, how many records were dropped for want of memory, came without time stamps
- * (untimed) or made place for later ones (overwritten), and the table of names, kernels' mangled. Then one array a record, in no
- * particular order:
+ * The file is JSON lines. First an object: format, version, how many records were dropped for want of memory, came without time
+ * stamps (untimed) or made place for later ones (overwritten), and the table of names, kernels' mangled. Then one array a record,
+ * in no particular order:
  *   [index into names, start ns, end ns, device, stream, graph id or 0, correlation id, bytes or 0]
  * All nodes of one graph launch share a correlation id.
  *

@@ -2,17 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of one evaluation (one token, in decode) goes, from a trace that bench/kernel_trace.c wrote.
 
-    kernel_trace.py trace.jsonl [--split graph|upload|gap] [--kind N] [--device N] [--json]
+    kernel_trace.py trace.jsonl [--split graph|upload|gap] [--kind N] [--device N] [--launches] [--json]
 
 The trace is cut into evaluations: at each CUDA graph launch (graph), at each run of host-to-device copies, with which llama.cpp
 sets a graph's inputs (upload), or where the GPU idles longer than --gap-us (gap). By default the first of graph and upload that
 cuts at all. Evaluations of the same kernels and counts are one kind; the kind seen most often is shown, --kind picks another.
 An evaluation lasts until the next one starts, so its idle time includes the host's; the last of all has no known end and is
-left out, as are those cut short.
+left out.
 
 Every figure is a median over the evaluations of the kind. Per name: launches, median duration of one, sum of durations, and
 "advance", the time by which they move the latest end seen so far: where kernels overlap (programmatic dependent launch,
 streams), durations count waiting and add up to more than passed, advances add up to the busy time. Share is advance over wall.
+--launches adds the same launch by launch, in the order in which they start, over the evaluations that share the usual order.
 """
 
 import argparse
@@ -78,7 +79,7 @@ def without_parameters(text):
     return text.removeprefix("void ")
 
 
-def starts_by_graph(records, kinds):
+def starts_by_graph(records):
     seen = set()
     for i, r in enumerate(records):
         if r.graph and r.correlation not in seen:
@@ -106,7 +107,7 @@ def starts_by_gap(records, gap_ns):
 def split(records, kinds, how, gap_ns):
     """The evaluations, each with the start of the next, and how they were cut."""
     cuts = {
-        "graph": lambda: list(starts_by_graph(records, kinds)),
+        "graph": lambda: list(starts_by_graph(records)),
         "upload": lambda: list(starts_by_upload(records, kinds)),
         "gap": lambda: list(starts_by_gap(records, gap_ns)),
     }
@@ -169,6 +170,24 @@ def summarise(evaluations, names, kinds):
     }
 
 
+def sequence(evaluations, names):
+    """Each launch of the most frequent order: medians in microseconds, from the start of the evaluation."""
+    orders = defaultdict(list)
+    for records, _ in evaluations:
+        orders[tuple(r.name for r in records)].append(records)
+    usual = max(orders.values(), key=len)
+    columns = zip(zip(*usual), zip(*(advances(records) for records in usual)))
+    return [
+        {
+            "name": names[launches[0].name],
+            "start_us": median(r.start - first[0].start for r, first in zip(launches, usual)) / 1e3,
+            "duration_us": median(r.end - r.start for r in launches) / 1e3,
+            "advance_us": median(forward) / 1e3,
+        }
+        for launches, forward in columns
+    ]
+
+
 def analyse(args):
     header, records = read(args.trace)
     # Copies and memsets are named after their kind; kernels could be named anything.
@@ -184,6 +203,8 @@ def analyse(args):
     groups = sorted(groups.values(), key=len, reverse=True)
     if not 1 <= args.kind <= len(groups):
         raise TraceError(f"--kind {args.kind}: there are {len(groups)} kinds of evaluations")
+    names = demangle(header["names"])
+    chosen = groups[args.kind - 1]
     return {
         "split": how,
         "kind": args.kind,
@@ -191,12 +212,14 @@ def analyse(args):
         "dropped": header["dropped"],
         "untimed": header["untimed"],
         "overwritten": header["overwritten"],
-        **summarise(groups[args.kind - 1], demangle(header["names"]), kinds),
+        **summarise(chosen, names, kinds),
+        **({"launches": sequence(chosen, names)} if args.launches else {}),
     }
 
 
 def table(result, width):
     """The result for people."""
+    fit = lambda name: name if len(name) <= width else name[: width - 3] + "..."
     lost = [f"{result[k]} {k}" for k in ("dropped", "untimed", "overwritten") if result[k]]
     kinds = result["kinds"][:8]
     listing = ", ".join(f"{i}: {k['evaluations']} x {k['records']} records" for i, k in enumerate(kinds, 1))
@@ -210,11 +233,14 @@ def table(result, width):
     )
     yield f"{'count':>6} {'median us':>10} {'sum us':>9} {'advance us':>11} {'share':>6}  name"
     for r in result["rows"]:
-        name = r["name"] if len(r["name"]) <= width else r["name"][: width - 3] + "..."
         yield (
             f"{r['count']:>6} {r['median_us']:>10.2f} {r['sum_us']:>9.1f} {r['advance_us']:>11.1f} "
-            f"{r['share']:>6.1%}  {name}"
+            f"{r['share']:>6.1%}  {fit(r['name'])}"
         )
+    if "launches" in result:
+        yield f"{'start us':>9} {'duration us':>12} {'advance us':>11}  name"
+    for r in result.get("launches", []):
+        yield f"{r['start_us']:>9.1f} {r['duration_us']:>12.2f} {r['advance_us']:>11.2f}  {fit(r['name'])}"
 
 
 def main():
@@ -225,6 +251,7 @@ def main():
     parser.add_argument("--kind", type=int, default=1, metavar="N")
     parser.add_argument("--device", type=int, default=0, metavar="N")
     parser.add_argument("--width", type=int, default=100, help="columns for a name", metavar="N")
+    parser.add_argument("--launches", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     try:

@@ -61,7 +61,7 @@ typedef struct frt_gemv_seg {
 } frt_gemv_seg;
 
 // Up to three weight matrices that multiply one input (QKV), or one (GEMV_RES), or with glu != NONE two: seg[0] = gate,
-// seg[1] = up, and seg[0].dst[t][r] = act(gate) * up (null when only out_q is wanted).
+// seg[1] = up, and seg[0].dst[t][r] = act(gate) * up.
 // Quantised weights read the input as q8 blocks: from xq when it is there, else from x, quantised by the kernel itself.
 // F16 and BF16 weights read x. Accumulation is f32.
 typedef struct frt_gemv_args {
@@ -72,7 +72,8 @@ typedef struct frt_gemv_args {
     const float * x;  int64_t x_stride;
     frt_q8        xq;
     int32_t       glu;
-    frt_q8        out_q;    // GLU only: the result as q8 blocks (n_rows % 32 == 0)
+    frt_q8        out_q;    // GLU only: the result as q8 blocks too (n_rows % 32 == 0)
+    uint32_t *    tickets;  // [n_rows / 32], needed by out_q: zero before the first launch, left zero by every launch
 } frt_gemv_args;
 int frt_gemv(const frt_gemv_args * args, frt_launch launch);
 // 1 if frt_gemv has an instantiation for this type and shape.
@@ -108,6 +109,27 @@ typedef struct frt_qkv_tail_args {
     frt_rope     rope;
 } frt_qkv_tail_args;
 int frt_qkv_tail(const frt_qkv_tail_args * args, frt_launch launch);
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+// Per stream, token and head: dst = softmax(cap(scale * q . k) + mask) . v, where cap(s) = softcap * tanh(s / softcap), or s when
+// softcap is 0. A query whose every key is masked with -inf gives 0. Heads of q share those of k and v in groups.
+// k, v and mask are f16. Pointers and strides of q, k and v are multiples of 16 bytes. dst overlaps none of the inputs.
+typedef struct frt_dec_attn_args {
+    const float * q;     int64_t q_token_bytes, q_head_bytes, q_stream_bytes;
+    const void *  k;     int64_t k_row_bytes, k_head_bytes, k_stream_bytes;
+    const void *  v;     int64_t v_row_bytes, v_head_bytes, v_stream_bytes;
+    const void *  mask;  int64_t mask_token_bytes, mask_stream_bytes;  // [n_kv] per token, or null
+    float *       dst;      // [n_streams][n_tokens][n_heads][head_dim]
+    // With max_splits > 1: max_splits * n_streams * n_heads_kv * C * (D + 2) floats, where D is head_dim rounded up to a power
+    // of two and C is n_tokens * n_heads / n_heads_kv rounded up: to a power of two up to 8, to a multiple of 8 above.
+    float *       scratch;
+    uint32_t *    tickets;  // [n_streams * n_heads_kv * ceil(C / 8)]: zero before the first launch, left zero by every launch
+    int32_t       head_dim;  // 64, 80, 96, 128 or 256
+    int32_t       n_heads, n_heads_kv, n_tokens, n_kv, n_streams;
+    int32_t       max_splits;  // parts that the keys may be cut into
+    float         scale, softcap;
+} frt_dec_attn_args;
+int frt_dec_attn(const frt_dec_attn_args * args, frt_launch launch);
 
 // Architectures this archive was compiled for, e.g. "sm_90a compute_90".
 const char * frt_archs(void);

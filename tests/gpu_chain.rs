@@ -61,6 +61,7 @@ impl Weights {
             xq,
             glu: Glu::None as i32,
             out_q: Q8::NONE,
+            tickets: std::ptr::null_mut(),
         }
     }
 }
@@ -75,6 +76,7 @@ struct Layer {
     kv: Output<u16>,
     attn_out: Output<f32>,
     ffq: Q8Output,
+    tickets: Buffer<i32>,
     out: Output<f32>,
 }
 
@@ -90,6 +92,7 @@ impl Layer {
             kv: gpu.output(2 * N_TOKENS * N_EMBD),
             attn_out: row(),
             ffq: Q8Output::new(gpu, N_TOKENS, N_FF),
+            tickets: gpu.input(&[0; N_FF / 32]),
             out: row(),
         }
     }
@@ -231,10 +234,11 @@ impl Model {
             let as_f32 = i % 2 == 1;
             let glu_out = part(0);
             args.n_seg = 2;
-            args.seg[0] = gate.segment(if as_f32 { glu_out } else { std::ptr::null_mut() });
+            args.seg[0] = gate.segment(glu_out);
             args.seg[1] = gate.segment(std::ptr::null_mut());
             args.glu = Glu::Geglu as i32;
             args.out_q = layer.ffq.raw();
+            args.tickets = layer.tickets.raw().cast();
             gemv(&args, launch).unwrap();
 
             let down = if as_f32 { down } else { &self.weights[4] };

@@ -5,7 +5,7 @@ use std::mem::{offset_of, size_of};
 use std::path::Path;
 use std::process::Command;
 
-use ggml_flashrt::kernel::{GemvArgs, GemvSeg, Launch, NormArgs, QkvPart, QkvTailArgs, Rope, Q8};
+use ggml_flashrt::kernel::{DecAttnArgs, GemvArgs, GemvSeg, Launch, NormArgs, QkvPart, QkvTailArgs, Rope, Q8};
 
 /// Adds size and offsets of a mirror under their C expressions. `field = c_name` where the names differ.
 macro_rules! layout {
@@ -71,7 +71,8 @@ fn mirrors_match_the_header() {
         x_stride,
         xq,
         glu,
-        out_q
+        out_q,
+        tickets
     );
     layout!(
         mirrors,
@@ -107,6 +108,39 @@ fn mirrors_match_the_header() {
         corr_high
     );
     layout!(mirrors, QkvTailArgs, "frt_qkv_tail_args", part, n_parts, n_tokens, rope);
+
+    layout!(
+        mirrors,
+        DecAttnArgs,
+        "frt_dec_attn_args",
+        q,
+        q_token_bytes,
+        q_head_bytes,
+        q_stream_bytes,
+        k,
+        k_row_bytes,
+        k_head_bytes,
+        k_stream_bytes,
+        v,
+        v_row_bytes,
+        v_head_bytes,
+        v_stream_bytes,
+        mask,
+        mask_token_bytes,
+        mask_stream_bytes,
+        dst,
+        scratch,
+        tickets,
+        head_dim,
+        n_heads,
+        n_heads_kv,
+        n_tokens,
+        n_kv,
+        n_streams,
+        max_splits,
+        scale,
+        softcap
+    );
 
     let c = c_layout(mirrors.keys());
     assert_eq!(mirrors, c);

@@ -393,7 +393,7 @@ fn planted_faults_are_noticed() {
     let base = model(Shape { n_tokens: 2, ..Shape::tiny(Family::Gemma3) });
     let memory = Memory::for_graph(&base, 3);
     let stock = run_stock(&base, &memory);
-    let faults: [(&str, fn(&mut KernelCall)); 6] = [
+    let faults: [(&str, fn(&mut KernelCall)); 8] = [
         ("eps of the first norm", |c| {
             if let KernelCall::Norm(a) = c {
                 a.eps1 = 100.0;
@@ -420,6 +420,16 @@ fn planted_faults_are_noticed() {
         ("a token lost", |c| {
             if let KernelCall::QkvTail(a) = c {
                 a.n_tokens -= 1;
+            }
+        }),
+        ("a key lost", |c| {
+            if let KernelCall::DecAttn(a) = c {
+                a.n_kv -= 1;
+            }
+        }),
+        ("one mask for all tokens", |c| {
+            if let KernelCall::DecAttn(a) = c {
+                a.mask_token_bytes = 0;
             }
         }),
         ("no scale", |c| {

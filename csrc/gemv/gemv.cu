@@ -28,15 +28,6 @@ Format format_of(int32_t type) {
     }
 }
 
-// Shared memory a block may have on the current device.
-size_t smem_limit() {
-    int device = 0, bytes = 0;
-    if (cudaGetDevice(&device) != cudaSuccess ||
-        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
-        return 0;
-    }
-    return static_cast<size_t>(bytes);
-}
 
 bool aligned(const void * p, uintptr_t to) { return reinterpret_cast<uintptr_t>(p) % to == 0; }
 
@@ -48,14 +39,15 @@ bool acceptable(const frt_gemv_args & a) {
     }
     for (int s = 0; s < a.n_seg; ++s) {
         const frt_gemv_seg & seg = a.seg[s];
-        if (seg.n_rows < 1 || !aligned(seg.w, f.align) || seg.row_bytes % f.align != 0 || (!glu && seg.dst == nullptr)) {
+        const bool stored = !glu || s == 0;
+        if (seg.n_rows < 1 || !aligned(seg.w, f.align) || seg.row_bytes % f.align != 0 || (stored && seg.dst == nullptr)) {
             return false;
         }
     }
-    if (glu && (a.seg[0].n_rows != a.seg[1].n_rows || (a.seg[0].dst == nullptr && a.out_q.qs == nullptr))) {
+    if (glu && a.seg[0].n_rows != a.seg[1].n_rows) {
         return false;
     }
-    if (a.out_q.qs != nullptr && (!glu || a.seg[0].n_rows % kQ8Block != 0)) {
+    if (a.out_q.qs != nullptr && (!glu || a.tickets == nullptr || a.seg[0].n_rows % kQ8Block != 0)) {
         return false;
     }
     if (f.q8 && a.xq.qs != nullptr) {
@@ -99,7 +91,8 @@ int frt_gemv_supports(int32_t type, int32_t k, int32_t n_tokens, int32_t glu) {
         case FRT_GLU_GEGLU_QUICK: break;
         default: return 0;
     }
-    return frt::gemv_smem(frt::kWarps * frt::kRingBytes, k, n_tokens, f.q8, glu != FRT_GLU_NONE) <= frt::smem_limit();
+    return frt::gemv_smem(frt::kWarps * frt::kRingBytes, k, n_tokens, f.q8) <=
+           frt::device_bytes(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
 int frt_gemv(const frt_gemv_args * args, frt_launch launch) { return frt::gemv_any(*args, launch, nullptr); }

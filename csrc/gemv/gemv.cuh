@@ -16,8 +16,11 @@
 // LANES lanes work on one row at a time, or on ROWS rows at once to share the loads of activations. 32 lanes suit most
 // shapes; 8 suit very many short rows, where 32 would leave lanes idle and spend the time in reductions.
 //
-// Shared memory: 8 rings of at most 7.25 KB, and the activations (a byte a value, 4 for F16/BF16, and 8 bytes per block of 32).
-// Registers: at most 128, no spills.
+// Blocks for the next mat-vec: each group of 32 rows of a GLU has a ticket that counts the rows stored, and the warp that stores
+// the last of them quantises all 32. So rows are spread over the machine the same way with and without q8 output.
+//
+// Shared memory: 8 rings of at most 8.75 KB, and the activations (a byte a value, 4 for F16/BF16, and 8 bytes per block of 32).
+// Registers: at most 80 for one token, 128 for more; no spills.
 #pragma once
 #include "../common/pdl.cuh"
 #include "../common/reduce.cuh"
@@ -28,23 +31,28 @@ namespace frt {
 
 constexpr int kWarps = 8;
 constexpr int kRows = 2;  // rows (or one gate and one up row) of a group of lanes
-constexpr int kRingBytes = 7424;  // of a warp, at most
+constexpr int kRingBytes = 8960;  // of a warp, at most: three blocks of a 4096-wide mat-vec just fill an SM's 228 KB
 constexpr int kQ8Block = 32;
 
 // How a shape is spread over the machine.
 struct GemvTuning {
     int lanes;          // per row: 32 or 8
-    int blocks_per_sm;  // at most this many blocks are launched per multiprocessor
+    int blocks_per_sm;  // 0: as gemv_blocks_per_sm says; otherwise at most this many
 };
 
+// Blocks that the registers of an SM have room for.
+constexpr int resident_blocks(int tokens) { return tokens == 1 ? 3 : 2; }
+
 template <typename W, int LANES, int ROWS> struct Stage {
-    static constexpr int kSteps = W::kUnit < 32 ? 2 : 1;       // units a lane takes from a stage of one row
+    // Units a lane takes from a stage of one row: stages of about a kilobyte, over which the cost of the loop is spread.
+    static constexpr int kSteps = W::kUnit * W::kBytes / W::kBlock < 24 ? 2 : 1;
     static constexpr int kUnits = LANES * kSteps;
     static constexpr int kBytes = kUnits * W::kUnit / W::kBlock * W::kBytes;
     static constexpr int kPitch = (kBytes + 30 + 15) / 16 * 16;  // room for both ends of the row rounded to 16 bytes
     static constexpr int kWarpBytes = 32 / LANES * ROWS * kPitch;
     static constexpr int kCount = kRingBytes / kWarpBytes < 2 ? 2 : kRingBytes / kWarpBytes > 6 ? 6 : kRingBytes / kWarpBytes;
-    static_assert(kUnits * W::kUnit % W::kBlock == 0, "a stage holds whole blocks");
+    // Whole blocks, and all stages of a row aligned alike.
+    static constexpr bool kUsable = kUnits * W::kUnit % W::kBlock == 0 && kBytes % 16 == 0;
 };
 
 struct GemvParams {
@@ -54,7 +62,6 @@ struct GemvParams {
     int n_stages;         // of a row
     int row_bytes;        // of a row's data
     int acts_bytes;       // of a token's activations in shared memory, without the scales
-    int tiles_per_share;  // blocks own multiples of this many tiles
 };
 
 __device__ __forceinline__ void copy_16(uint32_t to_shared, const uint8_t * from) {
@@ -63,6 +70,12 @@ __device__ __forceinline__ void copy_16(uint32_t to_shared, const uint8_t * from
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void copies_wait_until_pending() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+__device__ __forceinline__ uint32_t add_acq_rel(uint32_t * counter, uint32_t n) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(n) : "memory");
+    return before;
 }
 
 // ggml's definitions (ops.cpp, unary.cu), of f32.
@@ -98,6 +111,9 @@ __device__ __forceinline__ const uint8_t * row_at(const GemvParams & p, RowOf r)
     return static_cast<const uint8_t *>(seg.w) + min(r.row, seg.n_rows - 1) * seg.row_bytes;
 }
 
+// Bytes past a multiple of 16. The same in all stages of a row.
+__device__ __forceinline__ int misaligned(const uint8_t * p) { return static_cast<int>(reinterpret_cast<uintptr_t>(p) & 15); }
+
 // Copies or quantises the activations into shared memory, plane by plane. All warps call it, after pdl_wait().
 template <typename W> __device__ __forceinline__ void place_acts(const GemvParams & p, uint8_t * acts, float2 * acts_ds) {
     const frt_gemv_args & a = p.args;
@@ -124,26 +140,27 @@ template <typename W> __device__ __forceinline__ void place_acts(const GemvParam
             }
         } else {
             const float4 * from = reinterpret_cast<const float4 *>(a.x + t * a.x_stride);
-            constexpr int kBatch = 4;  // loads in flight
-            for (int base = 0; base < a.k / 4; base += kBatch * kThreads) {
-                float4 x[kBatch];
+            constexpr int kBatch = 2;  // pairs of loads in flight
+            const int n_octets = a.k / 8;
+            for (int base = threadIdx.x; base - static_cast<int>(threadIdx.x % 32) < n_octets; base += kBatch * kThreads) {
+                float4 x[kBatch][2];
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i) {
-                    const int q = base + i * kThreads + static_cast<int>(threadIdx.x);
-                    x[i] = q < a.k / 4 ? from[q] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    const int at = base + i * kThreads;
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        x[i][h] = at < n_octets ? from[2 * at + h] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    }
                 }
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i) {
-                    const int q = base + i * kThreads + static_cast<int>(threadIdx.x);
-                    if (base + i * kThreads >= a.k / 4) {
-                        break;
-                    }
-                    const Q8Quad quad = q8_from_8_lanes(x[i]);
-                    if (q < a.k / 4) {
-                        const Place at = W::place(q / 4);
-                        *reinterpret_cast<int *>(to + at.plane * plane_bytes + at.unit * 16 + q % 4 * 4) = quad.q;
-                        if (q % 8 == 0) {
-                            to_ds[q / 8] = quad.ds;
+                    const int    octet = base + i * kThreads;
+                    const Q8Octet q = q8_from_4_lanes(x[i][0], x[i][1]);
+                    if (octet < n_octets) {
+                        const Place at = W::place(octet / 2);
+                        *reinterpret_cast<int2 *>(to + at.plane * plane_bytes + at.unit * 16 + octet % 2 * 8) = q.q;
+                        if (octet % 4 == 0) {
+                            to_ds[octet / 4] = q.ds;
                         }
                     }
                 }
@@ -193,9 +210,39 @@ template <int TOKENS, int LANES, int ROWS> __device__ __forceinline__ Output out
     return o;
 }
 
+// Counts `rows` rows of a group of 32 that this warp has stored. True in the warp that completes the group: it sees all 32 rows
+// (release by every warp, acquire by the last), and has left the ticket at zero for the next launch.
+__device__ __forceinline__ bool completes_group(uint32_t * ticket, uint32_t rows) {
+    __syncwarp();
+    uint32_t before = 0;
+    if (threadIdx.x % 32 == 0) {
+        before = add_acq_rel(ticket, rows);
+        if (before + rows == kQ8Block) {
+            *ticket = 0;
+        }
+    }
+    return __shfl_sync(kAllLanes, before, 0) + rows == kQ8Block;
+}
+
+// Quantises 32 finished rows of a GLU's result, of every token. Other SMs wrote them: past this one's L1.
+__device__ __forceinline__ void quantise_group(const frt_gemv_args & a, int block) {
+    const frt_gemv_seg & seg = a.seg[0];
+    const int lane = threadIdx.x % 32;
+    for (int t = 0; t < a.n_tokens; ++t) {
+        float2 ds;
+        const int8_t q = q8_from_warp(__ldcg(seg.dst + t * seg.dst_stride + block * kQ8Block + lane), ds);
+        const int64_t at = static_cast<int64_t>(t) * (seg.n_rows / kQ8Block) + block;
+        a.out_q.qs[at * kQ8Block + lane] = q;
+        if (lane == 0) {
+            reinterpret_cast<float2 *>(a.out_q.ds)[at] = ds;
+        }
+    }
+}
+
 template <typename W, int TOKENS, int LANES, int ROWS, int STAGES>
-__global__ void __launch_bounds__(kWarps * 32, 2) gemv_kernel(const __grid_constant__ GemvParams p) {
+__global__ void __launch_bounds__(kWarps * 32, resident_blocks(TOKENS)) gemv_kernel(const __grid_constant__ GemvParams p) {
     using S = Stage<W, LANES, ROWS>;
+    static_assert(S::kUsable);
     constexpr int kGroups = 32 / LANES;
     extern __shared__ __align__(128) uint8_t smem[];
 
@@ -209,40 +256,41 @@ __global__ void __launch_bounds__(kWarps * 32, 2) gemv_kernel(const __grid_const
     uint8_t * ring = smem + warp * (STAGES * S::kWarpBytes) + group * (ROWS * S::kPitch);
     uint8_t * acts = smem + kWarps * STAGES * S::kWarpBytes;
     float2 *  acts_ds = reinterpret_cast<float2 *>(acts + a.n_tokens * p.acts_bytes);
-    float *   glu_out = reinterpret_cast<float *>(acts_ds + (W::kQ8 ? a.n_tokens * (a.k / kQ8Block) : 0));
 
-    const int n_shares = p.tile_end[2] / p.tiles_per_share;
-    const int tile_first = static_cast<int>(static_cast<int64_t>(n_shares) * blockIdx.x / gridDim.x) * p.tiles_per_share;
-    const int tile_last = static_cast<int>(static_cast<int64_t>(n_shares) * (blockIdx.x + 1) / gridDim.x) * p.tiles_per_share;
+    const int tile_first = static_cast<int>(static_cast<int64_t>(p.tile_end[2]) * blockIdx.x / gridDim.x);
+    const int tile_last = static_cast<int>(static_cast<int64_t>(p.tile_end[2]) * (blockIdx.x + 1) / gridDim.x);
 
-    // The filling end of the ring: runs ahead of the reading end, across tiles.
-    const uint8_t * ahead[ROWS];
+    // The filling end of the ring: runs ahead of the reading end, across tiles. Reads are rounded outwards to 16 bytes, which never
+    // leaves an allocation: those are multiples of 256.
+    const uint32_t  ring_shared = static_cast<uint32_t>(__cvta_generic_to_shared(ring)) + sub * 16;
+    const uint8_t * ahead[ROWS];  // this lane's first 16 bytes of the next stage
+    int             before[ROWS];  // bytes read ahead of the row
     int ahead_tile = tile_first + warp;
-    int ahead_stage = 0;
+    int ahead_bytes = p.row_bytes;  // of the row, still to be requested
     const auto find_rows = [&] {
-        if (ahead_tile < tile_last) {
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                ahead[r] = row_at(p, row_of<LANES, ROWS>(p, ahead_tile, r));
-            }
+        for (int r = 0; r < ROWS; ++r) {
+            const uint8_t * row = row_at(p, row_of<LANES, ROWS>(p, min(ahead_tile, tile_last - 1), r));
+            before[r] = misaligned(row);
+            ahead[r] = row - before[r] + sub * 16;
         }
     };
-    const auto fill = [&](int slot) {
+    const auto fill = [&](int slot_bytes) {
         if (ahead_tile < tile_last) {
-            const int offset = ahead_stage * S::kBytes;
-            const int bytes = min(S::kBytes, p.row_bytes - offset);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                // Rounded outwards to 16 bytes, which never leaves an allocation: those are multiples of 256.
-                const uint8_t * from = ahead[r] + offset;
-                const uint32_t  before = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from)) & 15;
-                const uint32_t  to = static_cast<uint32_t>(__cvta_generic_to_shared(ring + slot * S::kWarpBytes + r * S::kPitch));
-                for (int i = sub * 16; i < static_cast<int>(before) + bytes; i += LANES * 16) {
-                    copy_16(to + i, from - before + i);
+                const int end = before[r] + min(S::kBytes, ahead_bytes) - sub * 16;
+#pragma unroll
+                for (int i = 0; i < S::kPitch; i += LANES * 16) {
+                    if (i < end) {
+                        copy_16(ring_shared + slot_bytes + r * S::kPitch + i, ahead[r] + i);
+                    }
                 }
+                ahead[r] += S::kBytes;
             }
-            if (++ahead_stage == p.n_stages) {
-                ahead_stage = 0;
+            ahead_bytes -= S::kBytes;
+            if (ahead_bytes <= 0) {
+                ahead_bytes = p.row_bytes;
                 ahead_tile += kWarps;
                 find_rows();
             }
@@ -252,7 +300,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2) gemv_kernel(const __grid_const
     find_rows();
 #pragma unroll
     for (int s = 0; s < STAGES; ++s) {
-        fill(s);
+        fill(s * S::kWarpBytes);
     }
 
     pdl_wait();
@@ -266,15 +314,13 @@ __global__ void __launch_bounds__(kWarps * 32, 2) gemv_kernel(const __grid_const
         x[t] = {acts + token * p.acts_bytes, acts_ds + token * (a.k / kQ8Block), p.n_units * 16};
     }
 
-    int slot = 0;
-    int rows_done = 0;  // of the current 32, for q8 output
-    int parity = 0;
+    int slot_bytes = 0;
     for (int tile = tile_first + warp; tile < tile_last; tile += kWarps) {
         const Output out = output_of<TOKENS, LANES, ROWS>(p, tile);
-        uint32_t before[ROWS];
+        const uint8_t * row[ROWS];  // in the first slot
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            before[r] = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row_at(p, row_of<LANES, ROWS>(p, tile, r))));
+            row[r] = ring + r * S::kPitch + misaligned(row_at(p, row_of<LANES, ROWS>(p, tile, r)));
         }
         float sum[ROWS][TOKENS] = {};
         for (int stage = 0; stage < p.n_stages; ++stage) {
@@ -288,8 +334,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2) gemv_kernel(const __grid_const
                     W w[ROWS];
 #pragma unroll
                     for (int r = 0; r < ROWS; ++r) {
-                        const uint32_t shift = (before[r] + stage * S::kBytes) & 15;
-                        w[r].load(ring + slot * S::kWarpBytes + r * S::kPitch + shift, in_stage);
+                        w[r].load(row[r] + slot_bytes, in_stage);
                     }
 #pragma unroll
                     for (int t = 0; t < TOKENS; ++t) {
@@ -302,8 +347,8 @@ __global__ void __launch_bounds__(kWarps * 32, 2) gemv_kernel(const __grid_const
                 }
             }
             __syncwarp();
-            fill(slot);
-            slot = slot + 1 == STAGES ? 0 : slot + 1;
+            fill(slot_bytes);
+            slot_bytes = slot_bytes == (STAGES - 1) * S::kWarpBytes ? 0 : slot_bytes + S::kWarpBytes;
         }
 
         float value = 0.0f, up = 0.0f;
@@ -322,51 +367,52 @@ __global__ void __launch_bounds__(kWarps * 32, 2) gemv_kernel(const __grid_const
             value = glu_act(a.glu, value) * (up + out.add_up);
         }
         const frt_gemv_seg & seg = a.seg[out.mine ? out.at.seg : 0];
-        if (out.mine && seg.dst != nullptr) {
+        if (out.mine) {
             seg.dst[out.token * seg.dst_stride + out.at.row] = value;
         }
 
         if (a.out_q.qs != nullptr) {
-            // 32 rows in a row are one block of the next mat-vec's input. Two buffers: a warp may be a block ahead.
-            float * rows = glu_out + parity * (FRT_MAX_TOKENS * kQ8Block);
-            if (out.mine) {
-                rows[out.token * kQ8Block + out.at.row % kQ8Block] = value;
-            }
-            rows_done += kWarps * kGroups * (ROWS / 2);
-            if (rows_done == kQ8Block) {
-                rows_done = 0;
-                parity ^= 1;
-                __syncthreads();
-                if (warp < a.n_tokens) {
-                    const int b = tile / p.tiles_per_share;
-                    const int lane = threadIdx.x % 32;
-                    const int64_t n_rows = a.seg[0].n_rows;
-                    float2 ds;
-                    const int8_t q = q8_from_warp(rows[warp * kQ8Block + lane], ds);
-                    a.out_q.qs[warp * n_rows + b * kQ8Block + lane] = q;
-                    if (lane == 0) {
-                        reinterpret_cast<float2 *>(a.out_q.ds)[warp * (n_rows / kQ8Block) + b] = ds;
-                    }
-                }
+            constexpr int kTileRows = kGroups * ((ROWS + 1) / 2);  // a GLU has an even number of ROWS
+            static_assert(kQ8Block % kTileRows == 0, "a tile lies within one group of 32 rows");
+            const int block = tile * kTileRows / kQ8Block;
+            if (completes_group(a.tickets + block, kTileRows)) {
+                quantise_group(a, block);
             }
         }
     }
 }
 
 // Shared memory of a launch, in bytes, given that of all rings.
-inline size_t gemv_smem(size_t rings, int k, int n_tokens, bool q8, bool q8_out) {
+inline size_t gemv_smem(size_t rings, int k, int n_tokens, bool q8) {
     const size_t acts = q8 ? static_cast<size_t>(k) + k / kQ8Block * sizeof(float2) : static_cast<size_t>(k) * sizeof(float);
-    const size_t out = q8_out ? 2 * FRT_MAX_TOKENS * kQ8Block * sizeof(float) : 0;
-    return rings + n_tokens * acts + out;
+    return rings + n_tokens * acts;
+}
+
+// A size in bytes that the current device has; 0 when it does not say.
+inline size_t device_bytes(cudaDeviceAttr attribute) {
+    int device = 0, bytes = 0;
+    if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&bytes, attribute, device) != cudaSuccess) {
+        return 0;
+    }
+    return static_cast<size_t>(bytes);
 }
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Measured on an H200, at 4096 x 4096 to 262144 x 640:
+//  - if one block per SM can request all of its rows before it waits for its input, or has a warp for every tile, more blocks
+//    only repeat the work on the activations;
+//  - a tile for each warp of two blocks: a third block would leave warps idle;
+//  - beyond that, as many warps as fit hide the most latency (Q8_0 28672 x 4096: 32 us with three blocks, 37 with two).
+inline int gemv_blocks_per_sm(int tiles, int stages, int ring_stages, int sm_count, int most) {
+    const int rounds = ceil_div(tiles, sm_count * kWarps);
+    return rounds == 1 || rounds * stages <= ring_stages ? 1 : rounds == 2 && most > 2 ? 2 : most;
+}
 
 template <typename W, int TOKENS, int LANES, int ROWS, int STAGES>
 cudaError_t gemv_launch(const frt_gemv_args & args, frt_launch how, int blocks_per_sm) {
     using S = Stage<W, LANES, ROWS>;
     const bool glu = args.glu != FRT_GLU_NONE;
-    const bool q8_out = args.out_q.qs != nullptr;
     const int  rows_per_tile = 32 / LANES * (glu ? ROWS / 2 : ROWS);
     GemvParams p = {};
     p.args = args;
@@ -374,42 +420,57 @@ cudaError_t gemv_launch(const frt_gemv_args & args, frt_launch how, int blocks_p
     p.n_stages = ceil_div(p.n_units, S::kUnits);
     p.row_bytes = args.k / W::kBlock * W::kBytes;
     p.acts_bytes = args.k * (W::kQ8 ? 1 : static_cast<int>(sizeof(float)));
-    p.tiles_per_share = q8_out ? kQ8Block / rows_per_tile : 1;
     int tiles = 0;
     for (int s = 0; s < 3; ++s) {
         tiles += s < (glu ? 1 : args.n_seg) ? ceil_div(args.seg[s].n_rows, rows_per_tile) : 0;
         p.tile_end[s] = tiles;
     }
-    // Few tiles: one block per multiprocessor has warps enough, and more blocks would only repeat the quantisation.
-    const int shares = tiles / p.tiles_per_share;
-    const int blocks = how.sm_count * (tiles <= how.sm_count * kWarps ? 1 : blocks_per_sm);
-    const size_t smem = gemv_smem(kWarps * STAGES * S::kWarpBytes, args.k, args.n_tokens, W::kQ8, q8_out);
-    return launch<gemv_kernel<W, TOKENS, LANES, ROWS, STAGES>>(how, shares < blocks ? shares : blocks, kWarps * 32, smem, p);
+
+    size_t       smem = gemv_smem(kWarps * STAGES * S::kWarpBytes, args.k, args.n_tokens, W::kQ8);
+    const size_t sm_smem = device_bytes(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    const size_t reserved = device_bytes(cudaDevAttrReservedSharedMemoryPerBlock);
+    const int    room = static_cast<int>(sm_smem / (smem + reserved));
+    const int    most = room < 1 ? 1 : room < resident_blocks(TOKENS) ? room : resident_blocks(TOKENS);
+    const int    per_sm = blocks_per_sm == 0       ? gemv_blocks_per_sm(tiles, p.n_stages, STAGES, how.sm_count, most)
+                          : blocks_per_sm < most ? blocks_per_sm
+                                                 : most;
+    if (per_sm > 1) {
+        // Room for one block more would be taken by the next grid, launched early, on whichever SMs are done first: these would
+        // end up with more of its blocks than the others, and the whole grid waits for them.
+        const size_t share = sm_smem / (per_sm + 1);
+        smem = smem + reserved > share ? smem : share - reserved + 128;
+    }
+    const int blocks = how.sm_count * per_sm;
+    return launch<gemv_kernel<W, TOKENS, LANES, ROWS, STAGES>>(how, tiles < blocks ? tiles : blocks, kWarps * 32, smem, p);
 }
 
 // Lanes that have work when LANES share a row of n units.
 inline float lanes_busy(int n, int lanes) { return static_cast<float>(n) / static_cast<float>(ceil_div(n, lanes) * lanes); }
 
-inline GemvTuning gemv_tuning(const frt_gemv_args & args, int unit, int sm_count) {
+// 8 lanes, where a format can, for short rows that leave lanes of a warp idle, if there are rows enough for every warp.
+inline int gemv_lanes(const frt_gemv_args & args, int unit, int sm_count) {
     const int units = args.k / unit;
     const int rows = args.seg[0].n_rows * (args.glu != FRT_GLU_NONE ? 2 : 1);
-    const bool many = rows >= sm_count * kWarps * (32 / 8) * kRows * 2;
-    return {many && args.n_tokens <= 4 && lanes_busy(units, 8) > 1.2f * lanes_busy(units, 32) ? 8 : 32, 2};
+    const bool many = rows >= sm_count * kWarps * (32 / 8) * kRows;
+    return many && args.n_tokens <= 4 && lanes_busy(units, 8) > 1.2f * lanes_busy(units, 32) ? 8 : 32;
 }
 
 template <typename W> cudaError_t gemv_typed(const frt_gemv_args & args, frt_launch how, const GemvTuning * forced) {
-    const GemvTuning tuning = forced != nullptr ? *forced : gemv_tuning(args, W::kUnit, how.sm_count);
-    const int n = args.n_tokens, per_sm = tuning.blocks_per_sm;
     using S32 = Stage<W, 32, kRows>;
     using S8 = Stage<W, 8, kRows>;
+    const GemvTuning chosen = {S8::kUsable ? gemv_lanes(args, W::kUnit, how.sm_count) : 32, 0};
+    const GemvTuning tuning = forced != nullptr ? *forced : chosen;
+    const int n = args.n_tokens, per_sm = tuning.blocks_per_sm;
     static_assert(S32::kCount * S32::kWarpBytes <= kRingBytes && S8::kCount * S8::kWarpBytes <= kRingBytes,
                   "frt_gemv_supports counts on it");
-    if (tuning.lanes == 8) {
-        constexpr int kStages = S8::kCount;
-        return n == 1   ? gemv_launch<W, 1, 8, kRows, kStages>(args, how, per_sm)
-               : n == 2 ? gemv_launch<W, 2, 8, kRows, kStages>(args, how, per_sm)
-               : n <= 4 ? gemv_launch<W, 4, 8, kRows, kStages>(args, how, per_sm)
-                        : cudaErrorInvalidValue;
+    if constexpr (S8::kUsable) {
+        if (tuning.lanes == 8) {
+            constexpr int kStages = S8::kCount;
+            return n == 1   ? gemv_launch<W, 1, 8, kRows, kStages>(args, how, per_sm)
+                   : n == 2 ? gemv_launch<W, 2, 8, kRows, kStages>(args, how, per_sm)
+                   : n <= 4 ? gemv_launch<W, 4, 8, kRows, kStages>(args, how, per_sm)
+                            : cudaErrorInvalidValue;
+        }
     }
     constexpr int kStages = S32::kCount;
     return n == 1   ? gemv_launch<W, 1, 32, kRows, kStages>(args, how, per_sm)

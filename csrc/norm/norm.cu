@@ -13,6 +13,8 @@
 #include "../flashrt_kernels.h"
 #include "../quant/q8.cuh"
 
+#include <type_traits>
+
 namespace frt {
 namespace {
 
@@ -76,7 +78,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_kernel(const __grid_const
     const int n = a.n_cols;
     const int64_t row = blockIdx.x;
     const auto column = [&](int j) { return 4 * static_cast<int>(threadIdx.x + j * blockDim.x); };
-    const auto late = [&](const float * w, int j) { return load_quad<ConstantLoad, kAligned>(w, column(j), n); };
+    // Fetched early, the single values of unaligned rows would spill.
+    using LateLoad = std::conditional_t<kAligned, ConstantLoad, PlainLoad>;
+    const auto late = [&](const float * w, int j) { return load_quad<LateLoad, kAligned>(w, column(j), n); };
 
     pdl_launch_dependents();
     float4 w1[kHeld], w2[kHeld];

@@ -35,6 +35,19 @@ FRT_HD int dot4(int a, int b, int c) {
 #endif
 }
 
+// Sum of the four products of an unsigned byte of a and a signed byte of b, plus c.
+FRT_HD int dot4_us(uint32_t a, int b, int c) {
+#ifdef __CUDA_ARCH__
+    asm("dp4a.u32.s32 %0, %1, %2, %0;" : "+r"(c) : "r"(a), "r"(b));
+    return c;
+#else
+    for (int i = 0; i < 4; ++i) {
+        c += static_cast<uint8_t>(a >> 8 * i) * static_cast<int8_t>(b >> 8 * i);
+    }
+    return c;
+#endif
+}
+
 // Bytes of hi:lo chosen by the four nibbles of sel.
 FRT_HD uint32_t pick_bytes(uint32_t lo, uint32_t hi, uint32_t sel) {
 #ifdef __CUDA_ARCH__
@@ -62,6 +75,15 @@ FRT_HD float f32_bits(uint32_t bits) {
     float f;
     memcpy(&f, &bits, 4);
     return f;
+#endif
+}
+
+// n modulo 32.
+FRT_HD uint32_t rotate_left(uint32_t v, uint32_t n) {
+#ifdef __CUDA_ARCH__
+    return __funnelshift_l(v, v, n);
+#else
+    return v << (n & 31) | v >> (-n & 31);
 #endif
 }
 
@@ -112,7 +134,12 @@ struct Place {
     int plane, unit;
 };
 
-FRT_HD int dot16(const int (&w)[4], int4 x) { return dot4(w[3], x.w, dot4(w[2], x.z, dot4(w[1], x.y, dot4(w[0], x.x, 0)))); }
+FRT_HD int dot16(const int * w, int4 x, int sum = 0) {
+    return dot4(w[3], x.w, dot4(w[2], x.z, dot4(w[1], x.y, dot4(w[0], x.x, sum))));
+}
+FRT_HD int dot16_us(const uint32_t * w, int4 x, int sum = 0) {
+    return dot4_us(w[3], x.w, dot4_us(w[2], x.z, dot4_us(w[1], x.y, dot4_us(w[0], x.x, sum))));
+}
 
 // ---- formats of one block per unit: Q8_0, Q4_0, Q5_0 ------------------------------------------------------------------
 
@@ -125,133 +152,148 @@ struct BlockOf32 {
     };
     static FRT_HD X     fetch(const Acts & a, int u) { return {a.q(0, u), a.q(1, u), a.ds[u]}; }
     static FRT_HD Place place(int c) { return {c % 2, c / 2}; }
-
-    int   lo[4], hi[4];
-    float d;
-
-    // offset: what every stored quant is too large by.
-    FRT_HD float scaled_dot(const X & x, float offset) const {
-        const int sum = dot16(lo, x.lo) + dot16(hi, x.hi);
-        return d * (x.ds.x * static_cast<float>(sum) - offset * x.ds.y);
-    }
 };
 
 struct Q8_0 : BlockOf32 {
     static constexpr int kBytes = 34;
-    FRT_HD void load(const uint8_t * row, int u) {
-        uint32_t w[8];
-        d = scaled_block_at(row + u * kBytes, w);
+    uint32_t w[8];
+    float    d;
+
+    FRT_HD void load(const uint8_t * row, int u) { d = scaled_block_at(row + u * kBytes, w); }
+    FRT_HD float dot(const X & x) const {
+        int q[8];
         FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            lo[i] = static_cast<int>(w[i]);
-            hi[i] = static_cast<int>(w[4 + i]);
+        for (int i = 0; i < 8; ++i) {
+            q[i] = static_cast<int>(w[i]);
         }
+        return d * x.ds.x * static_cast<float>(dot16(q + 4, x.hi, dot16(q, x.lo)));
     }
-    FRT_HD float dot(const X & x) const { return d * x.ds.x * static_cast<float>(dot16(lo, x.lo) + dot16(hi, x.hi)); }
 };
 
+// Nibbles of the second half stay where they are, 16 times too large as unsigned bytes: one operation a word, not two.
 struct Q4_0 : BlockOf32 {
     static constexpr int kBytes = 18;
+    uint32_t lo[4], hi[4];
+    float    d;
+
     FRT_HD void load(const uint8_t * row, int u) {
         uint32_t w[4];
         d = scaled_block_at(row + u * kBytes, w);
         FRT_UNROLL
         for (int i = 0; i < 4; ++i) {
-            lo[i] = static_cast<int>(w[i] & 0x0f0f0f0f);
-            hi[i] = static_cast<int>(w[i] >> 4 & 0x0f0f0f0f);
+            lo[i] = w[i] & 0x0f0f0f0f;
+            hi[i] = w[i] & 0xf0f0f0f0;
         }
     }
-    FRT_HD float dot(const X & x) const { return scaled_dot(x, 8.0f); }
+    FRT_HD float dot(const X & x) const {
+        const int sum16 = dot16_us(hi, x.hi, 16 * dot16_us(lo, x.lo));
+        return d * (x.ds.x * 0.0625f * static_cast<float>(sum16) - 8.0f * x.ds.y);
+    }
 };
 
 struct Q5_0 : BlockOf32 {
     static constexpr int kBytes = 22;
+    int   w[8];
+    float d;
 
-    // The low four bits of `bits` to bit 4 of the four bytes.
-    static FRT_HD uint32_t fifth_bits(uint32_t bits) {
-        return (bits << 4 & 0x10) | (bits << 11 & 0x1000) | (bits << 18 & 0x100000) | (bits << 25 & 0x10000000);
-    }
+    // Bit i of the number n < 16 to bit 4 of byte i: the multiplication puts n at bits 4, 11, 18 and 25, which nowhere overlap.
+    static FRT_HD uint32_t fifth_bits(uint32_t n) { return n * 0x02040810u & 0x10101010u; }
+
     FRT_HD void load(const uint8_t * row, int u) {
-        uint32_t w[5];
-        d = scaled_block_at(row + u * kBytes, w);
+        uint32_t q[5];
+        d = scaled_block_at(row + u * kBytes, q);
+        const uint32_t even = q[0] & 0x0f0f0f0f, odd = q[0] >> 4 & 0x0f0f0f0f;  // four fifth bits in each byte
         FRT_UNROLL
         for (int i = 0; i < 4; ++i) {
-            lo[i] = static_cast<int>((w[1 + i] & 0x0f0f0f0f) | fifth_bits(w[0] >> 4 * i));
-            hi[i] = static_cast<int>((w[1 + i] >> 4 & 0x0f0f0f0f) | fifth_bits(w[0] >> (16 + 4 * i)));
+            const uint32_t four = i % 2 == 0 ? even : odd;
+            w[i] = static_cast<int>((q[1 + i] & 0x0f0f0f0f) | fifth_bits(pick_bytes(four, 0, 0x4440 + i / 2)));
+            w[4 + i] = static_cast<int>((q[1 + i] >> 4 & 0x0f0f0f0f) | fifth_bits(pick_bytes(four, 0, 0x4442 + i / 2)));
         }
     }
-    FRT_HD float dot(const X & x) const { return scaled_dot(x, 16.0f); }
+    FRT_HD float dot(const X & x) const {
+        return d * (x.ds.x * static_cast<float>(dot16(w + 4, x.hi, dot16(w, x.lo))) - 16.0f * x.ds.y);
+    }
 };
 
 // ---- Q4_K and Q5_K: 8 groups of 32, each with a 6-bit scale and a 6-bit minimum --------------------------------------
-// A unit is 16 bytes of nibbles: 16 weights of group 2j (low) and the same 16 places of group 2j + 1 (high). The minima
-// multiply whole groups of activations, so the unit of the first 16 places takes group 2j's and the other one 2j + 1's.
+// A unit is 32 bytes of nibbles: group 2j in the low ones and group 2j + 1 in the high ones. Its blocks of 9 or 11 times 16 bytes
+// put the reads of 8 neighbouring lanes into different banks.
 
 struct GroupsOf32 {
-    static constexpr int  kUnit = 32, kBlock = 256, kPlanes = 2;
+    static constexpr int  kUnit = 64, kBlock = 256, kPlanes = 4;
     static constexpr bool kQ8 = true;
     struct X {
-        int4   lo, hi;
+        int4   q[4];
         float4 ds;  // d, s of group 2j, d, s of group 2j + 1
     };
-    static FRT_HD X     fetch(const Acts & a, int u) { return {a.q(0, u), a.q(1, u), a.ds_pair(u / 2 * 2)}; }
-    static FRT_HD Place place(int c) { return {c / 2 % 2, c / 4 * 2 + c % 2}; }
+    static FRT_HD X     fetch(const Acts & a, int u) { return {{a.q(0, u), a.q(1, u), a.q(2, u), a.q(3, u)}, a.ds_pair(2 * u)}; }
+    static FRT_HD Place place(int c) { return {c % 4, c / 4}; }
 
-    int   lo[4], hi[4];
-    float d_lo, d_hi, m;
-    bool  second;  // this unit's minimum is that of group 2j + 1
+    uint32_t lo[8], hi[8];  // unsigned bytes; those of hi are a power of two too large
+    int      scale_lo, scale_hi;
+    float    d, min_lo, min_hi;
 
     // head: f16 d, f16 dmin, 12 bytes of packed scales and minima.
     FRT_HD void scales(uint4 head, int u) {
-        const int      j = u / 2 % 4;
+        const int      j = u % 4;
         const uint32_t shift = j % 2 * 16;
         const uint32_t s0 = head.y >> shift, s1 = head.z >> shift, s2 = head.w >> shift;
         const bool     low = j < 2;
         const uint32_t sc = low ? s0 & 0x3f3f : (s2 & 0x0f0f) | (s0 >> 2 & 0x3030);
         const uint32_t mn = low ? s1 & 0x3f3f : (s2 >> 4 & 0x0f0f) | (s1 >> 2 & 0x3030);
-        const float    d = f16_bits(head.x);
-        second = u % 2;
-        d_lo = d * static_cast<float>(sc & 0xff);
-        d_hi = d * static_cast<float>(sc >> 8 & 0xff);
-        m = f16_bits(head.x >> 16) * static_cast<float>(second ? mn >> 8 & 0xff : mn & 0xff);
+        const float    dmin = f16_bits(head.x >> 16);
+        d = f16_bits(head.x);
+        scale_lo = static_cast<int>(sc & 0xff);
+        scale_hi = static_cast<int>(sc >> 8);
+        min_lo = dmin * static_cast<float>(mn & 0xff);
+        min_hi = dmin * static_cast<float>(mn >> 8);
     }
-    FRT_HD float dot(const X & x) const {
-        return d_lo * x.ds.x * static_cast<float>(dot16(lo, x.lo)) + d_hi * x.ds.z * static_cast<float>(dot16(hi, x.hi)) -
-               m * (second ? x.ds.w : x.ds.y);
+    // Sums times scales stay below 2^26 as integers.
+    FRT_HD float dot(const X & x, float hi_unit) const {
+        const int sum_lo = scale_lo * dot16_us(lo + 4, x.q[1], dot16_us(lo, x.q[0]));
+        const int sum_hi = scale_hi * dot16_us(hi + 4, x.q[3], dot16_us(hi, x.q[2]));
+        return d * (x.ds.x * static_cast<float>(sum_lo) + x.ds.z * hi_unit * static_cast<float>(sum_hi)) - (min_lo * x.ds.y + min_hi * x.ds.w);
     }
 };
+
+FRT_HD void words_of(uint4 a, uint4 b, uint32_t (&w)[8]) {
+    w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w;
+    w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
+}
 
 struct Q4_K : GroupsOf32 {
     static constexpr int kBytes = 144;
     FRT_HD void load(const uint8_t * row, int u) {
-        const uint4 * block = reinterpret_cast<const uint4 *>(row + u / 8 * kBytes);
-        const uint4   q = block[1 + u % 8];
+        const uint4 * block = reinterpret_cast<const uint4 *>(row + u / 4 * kBytes);
         scales(block[0], u);
-        const uint32_t w[4] = {q.x, q.y, q.z, q.w};
+        uint32_t w[8];
+        words_of(block[1 + u % 4 * 2], block[2 + u % 4 * 2], w);
         FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            lo[i] = static_cast<int>(w[i] & 0x0f0f0f0f);
-            hi[i] = static_cast<int>(w[i] >> 4 & 0x0f0f0f0f);
+        for (int i = 0; i < 8; ++i) {
+            lo[i] = w[i] & 0x0f0f0f0f;
+            hi[i] = w[i] & 0xf0f0f0f0;
         }
     }
+    FRT_HD float dot(const X & x) const { return GroupsOf32::dot(x, 1.0f / 16.0f); }
 };
 
 struct Q5_K : GroupsOf32 {
     static constexpr int kBytes = 176;
     FRT_HD void load(const uint8_t * row, int u) {
-        const uint4 * block = reinterpret_cast<const uint4 *>(row + u / 8 * kBytes);
-        const uint4   h = block[1 + u % 2];
-        const uint4   q = block[3 + u % 8];
+        const uint4 * block = reinterpret_cast<const uint4 *>(row + u / 4 * kBytes);
         scales(block[0], u);
-        const int      bit = u / 2 % 4 * 2;
-        const uint32_t w[4] = {q.x, q.y, q.z, q.w};
-        const uint32_t b[4] = {h.x >> bit, h.y >> bit, h.z >> bit, h.w >> bit};
+        uint32_t w[8], fifth[8];
+        words_of(block[3 + u % 4 * 2], block[4 + u % 4 * 2], w);
+        words_of(block[1], block[2], fifth);
+        const uint32_t bit = u % 4 * 2;
         FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            lo[i] = static_cast<int>((w[i] & 0x0f0f0f0f) | (b[i] << 4 & 0x10101010));
-            hi[i] = static_cast<int>((w[i] >> 4 & 0x0f0f0f0f) | (b[i] << 3 & 0x10101010));
+        for (int i = 0; i < 8; ++i) {
+            const uint32_t b = rotate_left(fifth[i], 4 - bit);  // group 2j's bits to bit 4 of the bytes, 2j + 1's to bit 5
+            lo[i] = (w[i] & 0x0f0f0f0f) | (b & 0x10101010);
+            hi[i] = (w[i] >> 3 & 0x1e1e1e1e) | (b & 0x20202020);
         }
     }
+    FRT_HD float dot(const X & x) const { return GroupsOf32::dot(x, 1.0f / 2.0f); }
 };
 
 // ---- Q6_K: 16 groups of 16 with an 8-bit scale ------------------------------------------------------------------------
@@ -270,11 +312,9 @@ struct Q6_K {
     }
     static FRT_HD Place place(int c) { return {c / 2 % 4, c / 8 * 2 + c % 2}; }
 
-    int   w[4][4];
-    float d[4];
-
-    // Bytes v - 32 for v in 0..63: no borrow crosses a byte while its top bit is set.
-    static FRT_HD int minus_32(uint32_t v) { return static_cast<int>(((v | 0x80808080u) - 0x20202020u) ^ 0x80808080u); }
+    int   w[4][4];  // four times the value: its six bits are a byte's upper ones, the top one inverted, which subtracts 32
+    int   scale[4];
+    float d;
 
     FRT_HD void load(const uint8_t * row, int u) {
         const uint8_t * block = row + u / 4 * kBytes;
@@ -284,23 +324,24 @@ struct Q6_K {
         words_at(block + half * 64 + part * 16 + 32, l1);
         words_at(block + 128 + half * 32 + part * 16, h);
         words_at(block + 192 + half * 8, sc);
-        const float d6 = f16_bits(*reinterpret_cast<const uint16_t *>(block + 208));
+        d = 0.25f * f16_bits(*reinterpret_cast<const uint16_t *>(block + 208));
         FRT_UNROLL
         for (int i = 0; i < 4; ++i) {
-            w[0][i] = minus_32((l0[i] & 0x0f0f0f0f) | (h[i] << 4 & 0x30303030));
-            w[1][i] = minus_32((l1[i] & 0x0f0f0f0f) | (h[i] << 2 & 0x30303030));
-            w[2][i] = minus_32((l0[i] >> 4 & 0x0f0f0f0f) | (h[i] & 0x30303030));
-            w[3][i] = minus_32((l1[i] >> 4 & 0x0f0f0f0f) | (h[i] >> 2 & 0x30303030));
-            d[i] = d6 * static_cast<float>(static_cast<int8_t>(sc[i / 2] >> (16 * (i % 2) + 8 * part)));
+            const uint32_t top = h[i] ^ 0xaaaaaaaa;
+            w[0][i] = static_cast<int>((l0[i] << 2 & 0x3c3c3c3c) | (top << 6 & 0xc0c0c0c0));
+            w[1][i] = static_cast<int>((l1[i] << 2 & 0x3c3c3c3c) | (top << 4 & 0xc0c0c0c0));
+            w[2][i] = static_cast<int>((l0[i] >> 2 & 0x3c3c3c3c) | (top << 2 & 0xc0c0c0c0));
+            w[3][i] = static_cast<int>((l1[i] >> 2 & 0x3c3c3c3c) | (top & 0xc0c0c0c0));
+            scale[i] = static_cast<int8_t>(sc[i / 2] >> 8 * part >> 16 * (i % 2));
         }
     }
     FRT_HD float dot(const X & x) const {
         float sum = 0.0f;
         FRT_UNROLL
         for (int i = 0; i < 4; ++i) {
-            sum += d[i] * x.d[i] * static_cast<float>(dot16(w[i], x.q[i]));
+            sum += x.d[i] * static_cast<float>(scale[i] * dot16(w[i], x.q[i]));
         }
-        return sum;
+        return d * sum;
     }
 };
 

@@ -1,12 +1,12 @@
 //! Blocks of device memory that grow and never move. A captured CUDA graph may hold any address the arena ever gave out, so
 //! blocks are freed only with the context they belong to.
 
-use std::ffi::c_void;
 
 /// Where blocks come from.
 pub trait BlockSource {
-    /// A new block of device memory, or why there is none. Its first `zeroed` bytes are set to zero on `stream`.
-    fn allocate(&self, bytes: usize, zeroed: usize, stream: *mut c_void) -> Result<usize, String>;
+    /// A new block of device memory, or why there is none. Its first `zeroed` bytes are set to zero on
+    /// `stream`, the address of a `cudaStream_t`.
+    fn allocate(&self, bytes: usize, zeroed: usize, stream: usize) -> Result<usize, String>;
     /// Gives a block back.
     fn free(&self, address: usize);
 }
@@ -40,7 +40,7 @@ pub const TICKET_BYTES: usize = 1 << 16;
 
 impl Arena {
     /// A block with `bytes` bytes behind its tickets. Allocates when no block is large enough.
-    pub fn reserve(&mut self, bytes: usize, source: &dyn BlockSource, stream: *mut c_void) -> Result<Block, String> {
+    pub fn reserve(&mut self, bytes: usize, source: &dyn BlockSource, stream: usize) -> Result<Block, String> {
         if bytes == 0 {
             return Ok(Block { tickets: 0, scratch: 0 });
         }
@@ -76,7 +76,7 @@ mod tests {
     struct Fake(RefCell<(usize, Vec<usize>)>);
 
     impl BlockSource for Fake {
-        fn allocate(&self, bytes: usize, _zeroed: usize, _stream: *mut c_void) -> Result<usize, String> {
+        fn allocate(&self, bytes: usize, _zeroed: usize, _stream: usize) -> Result<usize, String> {
             let mut state = self.0.borrow_mut();
             if bytes > 1 << 30 {
                 return Err("out of memory".into());
@@ -94,18 +94,18 @@ mod tests {
     #[test]
     fn earlier_addresses_stay_valid_while_the_arena_grows() {
         let (mut arena, source) = (Arena::default(), Fake::default());
-        let small = arena.reserve(100, &source, std::ptr::null_mut()).unwrap();
-        let large = arena.reserve(8 << 20, &source, std::ptr::null_mut()).unwrap();
+        let small = arena.reserve(100, &source, 0).unwrap();
+        let large = arena.reserve(8 << 20, &source, 0).unwrap();
         assert_ne!(small, large);
         assert!(source.0.borrow().1.contains(&small.tickets), "a captured graph may still use it");
-        assert_eq!(arena.reserve(100, &source, std::ptr::null_mut()).unwrap(), large);
+        assert_eq!(arena.reserve(100, &source, 0).unwrap(), large);
     }
 
     #[test]
     fn growth_is_geometric() {
         let (mut arena, source) = (Arena::default(), Fake::default());
         for megabytes in 1..200 {
-            arena.reserve(megabytes << 20, &source, std::ptr::null_mut()).unwrap();
+            arena.reserve(megabytes << 20, &source, 0).unwrap();
         }
         assert!(source.0.borrow().1.len() <= 9, "{} blocks", source.0.borrow().1.len());
         assert!(arena.bytes() <= 4 * (200 << 20));
@@ -114,17 +114,17 @@ mod tests {
     #[test]
     fn a_refused_block_changes_nothing() {
         let (mut arena, source) = (Arena::default(), Fake::default());
-        arena.reserve(1, &source, std::ptr::null_mut()).unwrap();
+        arena.reserve(1, &source, 0).unwrap();
         let before = arena.bytes();
-        assert!(arena.reserve(2 << 30, &source, std::ptr::null_mut()).is_err());
+        assert!(arena.reserve(2 << 30, &source, 0).is_err());
         assert_eq!(arena.bytes(), before);
     }
 
     #[test]
     fn clear_gives_everything_back() {
         let (mut arena, source) = (Arena::default(), Fake::default());
-        arena.reserve(5 << 20, &source, std::ptr::null_mut()).unwrap();
-        arena.reserve(50 << 20, &source, std::ptr::null_mut()).unwrap();
+        arena.reserve(5 << 20, &source, 0).unwrap();
+        arena.reserve(50 << 20, &source, 0).unwrap();
         arena.clear(&source);
         assert!(source.0.borrow().1.is_empty());
         assert_eq!(arena.bytes(), 0);

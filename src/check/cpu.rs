@@ -3,6 +3,7 @@
 
 use crate::graph::DType;
 use crate::kernel::{Glu, RopeMode};
+use crate::reference::dec_attn::{self, Scoring};
 use crate::reference::glu::activation;
 use crate::reference::quant::Q8_BLOCK;
 use crate::reference::rope::{pair, Params};
@@ -60,6 +61,22 @@ pub fn glu(kind: Glu, gate: &Bounded, up: &Bounded) -> Bounded {
         *e += (activation(kind, gate.value[i]).abs() * U16 + 2.0 * TINY16) * (u.abs() + u_bound);
     }
     out
+}
+
+/// Attention. ggml-cpu rounds the query to f16, and adds up the rows of V in f16 too: each addition, and each scaling when a new
+/// maximum turns up, is off by a roundoff of what has been added so far.
+pub fn dec_attn(q: &Bounded, scoring: Scoring, k: &[f64], v: &[f64], mask: &[f64]) -> Bounded {
+    let mut narrow = q.clone();
+    widen(&mut narrow, |v| v.abs() * U16 + TINY16);
+    let mut out = dec_attn::dec_attn(&narrow, scoring, k, v, mask);
+    let mut added = vec![0.0; q.len()];
+    for (v, w) in v.chunks(q.len()).zip(&out.weights).filter(|(_, w)| **w > 0.0) {
+        for ((added, v), bound) in added.iter_mut().zip(v).zip(&mut out.values.bound) {
+            *added += w * v.abs();
+            *bound += 2.0 * U16 * *added + TINY16;
+        }
+    }
+    out.values
 }
 
 /// Widens the bounds of a head that was rotated. ggml-cpu gets the angle of pair `i` by `i` products with an inexact f32

@@ -5,10 +5,11 @@
 //! does.
 
 use super::cpu;
-use super::memory::{Fault, Memory};
+use super::memory::{element, Fault, Memory};
 use crate::graph::DType;
-use crate::kernel::{GemvArgs, Glu, NormArgs, QkvPart, QkvTailArgs, Rope, RopeMode};
+use crate::kernel::{DecAttnArgs, GemvArgs, Glu, NormArgs, QkvPart, QkvTailArgs, Rope, RopeMode};
 use crate::reference::add_norm::add_norm;
+use crate::reference::dec_attn::Scoring;
 use crate::reference::qkv_gemv::Tail;
 use crate::reference::quant::{dequantize_row, Matrix};
 use crate::reference::rope::Params;
@@ -22,6 +23,7 @@ pub fn run(memory: &mut Memory, call: &KernelCall) -> Result<(), Fault> {
         KernelCall::Norm(args) => norm(memory, args),
         KernelCall::Gemv(args) => gemv(memory, args),
         KernelCall::QkvTail(args) => qkv_tail(memory, args),
+        KernelCall::DecAttn(args) => dec_attn(memory, args),
     }
 }
 
@@ -224,4 +226,45 @@ fn tail(
         out.extend(head);
     }
     Ok(out)
+}
+
+fn dec_attn(memory: &mut Memory, a: &DecAttnArgs) -> Result<(), Fault> {
+    let n = a.head_dim as usize;
+    let f16s = |memory: &Memory, address: i64, n: usize| -> Result<Vec<f64>, Fault> {
+        let bytes = memory.bytes(address as usize, 2 * n)?;
+        Ok(bytes.chunks_exact(2).filter_map(|b| element(DType::F16, b)).collect())
+    };
+    let scoring = Scoring {
+        scale: a.scale.into(),
+        softcap: a.softcap.into(),
+    };
+    // Everything is read before anything is written, as in `gemv`.
+    let mut results = Bounded::default();
+    for stream in 0..i64::from(a.n_streams) {
+        let rows = |memory: &Memory, base: i64, row_bytes: i64| -> Result<Vec<f64>, Fault> {
+            let rows = (0..i64::from(a.n_kv)).map(|row| f16s(memory, base + row * row_bytes, n));
+            Ok(rows.collect::<Result<Vec<_>, _>>()?.concat())
+        };
+        let heads = (0..i64::from(a.n_heads_kv)).map(|head| {
+            let k = a.k as i64 + stream * a.k_stream_bytes + head * a.k_head_bytes;
+            let v = a.v as i64 + stream * a.v_stream_bytes + head * a.v_head_bytes;
+            Ok((rows(memory, k, a.k_row_bytes)?, rows(memory, v, a.v_row_bytes)?))
+        });
+        let heads = heads.collect::<Result<Vec<_>, Fault>>()?;
+        for token in 0..i64::from(a.n_tokens) {
+            let mask = if a.mask.is_null() {
+                vec![0.0; a.n_kv as usize]
+            } else {
+                let of_token = a.mask as i64 + stream * a.mask_stream_bytes + token * a.mask_token_bytes;
+                f16s(memory, of_token, a.n_kv as usize)?
+            };
+            for head in 0..a.n_heads {
+                let offset = stream * a.q_stream_bytes + token * a.q_token_bytes + i64::from(head) * a.q_head_bytes;
+                let q = memory.f32s(a.q as usize + offset as usize, n)?;
+                let (k, v) = &heads[(head / (a.n_heads / a.n_heads_kv)) as usize];
+                results.extend(cpu::dec_attn(&q, scoring, k, v, &mask));
+            }
+        }
+    }
+    memory.store(a.dst as usize, DType::F32, &results)
 }

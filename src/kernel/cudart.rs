@@ -37,12 +37,12 @@ pub fn set_device(device: i32) -> Result<(), CudaError> {
 }
 
 /// `bytes` bytes of the current device's memory, the first `zeroed` of them set to zero on `stream`; [`free`] gives them back.
-pub fn allocate(bytes: usize, zeroed: usize, stream: *mut c_void) -> Result<usize, CudaError> {
+pub fn allocate(bytes: usize, zeroed: usize, stream: usize) -> Result<usize, CudaError> {
     let mut address = ptr::null_mut();
     // SAFETY: writes `address`.
     CudaError::check(unsafe { ffi::cudaMalloc(&mut address, bytes) })?;
     // SAFETY: the block holds at least `zeroed` bytes and lives until `free`.
-    let set = CudaError::check(unsafe { ffi::cudaMemsetAsync(address, 0, zeroed.min(bytes), stream) });
+    let set = CudaError::check(unsafe { ffi::cudaMemsetAsync(address, 0, zeroed.min(bytes), stream as *mut c_void) });
     set.inspect_err(|_| free(address as usize)).map(|()| address as usize)
 }
 

@@ -3,7 +3,7 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
-use super::{GemvArgs, Launch, NormArgs, QkvTailArgs};
+use super::{DecAttnArgs, GemvArgs, Launch, NormArgs, QkvTailArgs};
 
 /// No `cudaError_t` is negative.
 pub const NOT_COMPILED: c_int = -1;
@@ -30,6 +30,7 @@ c_functions! {
     fn frt_gemv(args: *const GemvArgs, launch: Launch) -> c_int;
     fn frt_gemv_supports(ty: i32, k: i32, n_tokens: i32, glu: i32) -> c_int;
     fn frt_qkv_tail(args: *const QkvTailArgs, launch: Launch) -> c_int;
+    fn frt_dec_attn(args: *const DecAttnArgs, launch: Launch) -> c_int;
 
     fn cudaGetDeviceCount(count: *mut c_int) -> c_int;
     fn cudaGetDevice(device: *mut c_int) -> c_int;

@@ -197,8 +197,10 @@ pub struct GemvArgs {
     pub xq: Q8,
     /// A [`Glu`].
     pub glu: i32,
-    /// The GLU's result as q8 blocks.
+    /// The GLU's result as q8 blocks too.
     pub out_q: Q8,
+    /// `[n_rows / 32]`, needed by `out_q`: zero before the first launch, left zero by every launch.
+    pub tickets: *mut u32,
 }
 
 /// Which values of a head RoPE pairs.
@@ -321,6 +323,89 @@ pub struct QkvTailArgs {
     pub rope: Rope,
 }
 
+/// Head sizes that [`dec_attn`] has kernels for.
+pub const DEC_ATTN_HEAD_DIMS: [i32; 5] = [64, 80, 96, 128, 256];
+
+/// Heads and tokens that share the keys in one block of [`dec_attn`], at most.
+pub const DEC_ATTN_COLUMNS: usize = 8;
+
+/// Arguments of [`dec_attn`]: per stream, token and head `dst = softmax(cap(scale * q . k) + mask) . v`. Heads of `q` share those
+/// of `k` and `v`, which are f16, in groups. Pointers and strides of `q`, `k` and `v` are multiples of 16 bytes.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct DecAttnArgs {
+    /// Queries.
+    pub q: *const f32,
+    /// Bytes between tokens of `q`.
+    pub q_token_bytes: i64,
+    /// Bytes between heads of `q`.
+    pub q_head_bytes: i64,
+    /// Bytes between streams of `q`.
+    pub q_stream_bytes: i64,
+    /// Keys.
+    pub k: *const c_void,
+    /// Bytes between rows of `k`.
+    pub k_row_bytes: i64,
+    /// Bytes between heads of `k`.
+    pub k_head_bytes: i64,
+    /// Bytes between streams of `k`.
+    pub k_stream_bytes: i64,
+    /// Values.
+    pub v: *const c_void,
+    /// Bytes between rows of `v`.
+    pub v_row_bytes: i64,
+    /// Bytes between heads of `v`.
+    pub v_head_bytes: i64,
+    /// Bytes between streams of `v`.
+    pub v_stream_bytes: i64,
+    /// f16, `[n_kv]` for each token, or null.
+    pub mask: *const c_void,
+    /// Bytes between tokens of `mask`.
+    pub mask_token_bytes: i64,
+    /// Bytes between streams of `mask`; 0: all have the same.
+    pub mask_stream_bytes: i64,
+    /// `[n_streams][n_tokens][n_heads][head_dim]`
+    pub dst: *mut f32,
+    /// [`dec_attn_scratch`] bytes.
+    pub scratch: *mut f32,
+    /// A counter for each stream, head of `k` and [`DEC_ATTN_COLUMNS`] columns, needed with more than one split: zero before the
+    /// first launch, left zero by every launch.
+    pub tickets: *mut u32,
+    /// One of [`DEC_ATTN_HEAD_DIMS`].
+    pub head_dim: i32,
+    /// Heads of `q`.
+    pub n_heads: i32,
+    /// Heads of `k` and `v`.
+    pub n_heads_kv: i32,
+    /// Tokens of a stream.
+    pub n_tokens: i32,
+    /// Rows of `k` and `v`.
+    pub n_kv: i32,
+    /// Sequences with keys of their own.
+    pub n_streams: i32,
+    /// Parts that the keys may be cut into.
+    pub max_splits: i32,
+    /// Factor of `q . k`.
+    pub scale: f32,
+    /// `cap(s) = softcap * tanh(s / softcap)`; 0: `cap(s) = s`.
+    pub softcap: f32,
+}
+
+/// `columns` (tokens times heads that share keys) with those that a block of [`dec_attn`] carries along unused.
+pub fn dec_attn_columns(columns: usize) -> usize {
+    columns.next_power_of_two().min(columns.next_multiple_of(DEC_ATTN_COLUMNS))
+}
+
+/// Bytes of scratch that [`dec_attn`] needs; none when the keys stay in one piece.
+pub fn dec_attn_scratch(args: &DecAttnArgs) -> usize {
+    if args.max_splits <= 1 {
+        return 0;
+    }
+    let columns = dec_attn_columns(args.n_tokens as usize * (args.n_heads / args.n_heads_kv) as usize);
+    let units = args.max_splits as usize * args.n_streams as usize * args.n_heads_kv as usize;
+    units * columns * ((args.head_dim as usize).next_power_of_two() + 2) * 4
+}
+
 /// ADD_NORM and SANDWICH_NORM.
 pub fn norm(args: &NormArgs, launch: Launch) -> Result<(), CudaError> {
     // SAFETY: reads `args` only; the kernel touches device memory alone.
@@ -355,6 +440,12 @@ pub fn gemv_supports(ty: i32, k: i32, n_tokens: i32, glu: Glu) -> bool {
 pub fn qkv_tail(args: &QkvTailArgs, launch: Launch) -> Result<(), CudaError> {
     // SAFETY: as in `norm`.
     CudaError::check(unsafe { ffi::frt_qkv_tail(args, launch) })
+}
+
+/// DEC_ATTN.
+pub fn dec_attn(args: &DecAttnArgs, launch: Launch) -> Result<(), CudaError> {
+    // SAFETY: as in `norm`.
+    CudaError::check(unsafe { ffi::frt_dec_attn(args, launch) })
 }
 
 /// Architectures the kernels were compiled for, such as "sm_90a compute_90"; empty without feature `cuda`.

@@ -161,6 +161,7 @@ impl Check {
             xq: Q8::NONE,
             glu: Glu::None as i32,
             out_q: Q8::NONE,
+            tickets: std::ptr::null_mut(),
         };
         gemv(&args, self.launch).map_err(text)?;
         let matrix = Matrix {
@@ -209,6 +210,7 @@ impl Check {
             xq: Q8::NONE,
             glu: Glu::Swiglu as i32,
             out_q: Q8::NONE,
+            tickets: std::ptr::null_mut(),
         };
         gemv(&args, self.launch).map_err(text)?;
         let [gate, up] = [gate, up].map(|bytes| Matrix {

@@ -5,6 +5,7 @@
 //! [`compare`] holds a kernel's result against both. One file per window, and one per operation that windows share.
 
 pub mod add_norm;
+pub mod dec_attn;
 pub mod gemv_res;
 pub mod glu;
 pub mod glu_gemv;

@@ -27,6 +27,7 @@ pub static ADD_NORM: Window = Window {
     uses_scratch: false,
     q8_input: |_| None,
     q8_output: Some("z"),
+    drops_f32: true,
     guard: guard_rows,
     scratch_bytes: |_| 0,
     calls: norm_calls,

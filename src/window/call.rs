@@ -1,6 +1,6 @@
 //! A kernel call with all its arguments: what a plan is made of.
 
-use crate::kernel::{self, CudaError, GemvArgs, Launch, NormArgs, QkvTailArgs};
+use crate::kernel::{self, CudaError, DecAttnArgs, GemvArgs, Launch, NormArgs, QkvTailArgs};
 
 /// One launch.
 #[derive(Debug, Clone, Copy)]
@@ -11,6 +11,8 @@ pub enum KernelCall {
     Gemv(GemvArgs),
     /// [`kernel::qkv_tail`]
     QkvTail(QkvTailArgs),
+    /// [`kernel::dec_attn`]
+    DecAttn(DecAttnArgs),
 }
 
 // SAFETY: the pointers are device addresses, which the host side never follows.
@@ -25,6 +27,7 @@ impl KernelCall {
             KernelCall::Norm(args) => kernel::norm(args, launch),
             KernelCall::Gemv(args) => kernel::gemv(args, launch),
             KernelCall::QkvTail(args) => kernel::qkv_tail(args, launch),
+            KernelCall::DecAttn(args) => kernel::dec_attn(args, launch),
         }
     }
 }

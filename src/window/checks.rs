@@ -17,12 +17,14 @@ pub fn check(window: &Window, m: &Match, graph: GraphRef, ops: &[Op], host: Host
 /// Marks the outputs that only nodes of the run read. ggml's allocator knows that nobody else does and may have put another
 /// output in their place.
 pub fn mark_unread_outputs(m: &mut Match, graph: GraphRef) {
-    let outputs: Vec<(Role, Tensor)> = m.outputs().collect();
-    for (role, t) in outputs {
+    let unread = |m: &Match, t: Tensor| {
         let inside: usize = m.nodes().map(|(_, n)| n.srcs().filter(|&s| s == t).count()).sum();
-        if inside > 0 && inside as i64 == i64::from(graph.uses(t)) && !t.is_output() && t.view_src().is_none() {
-            m.set_unread(role);
-        }
+        inside > 0 && inside as i64 == i64::from(graph.uses(t)) && !t.is_output() && t.view_src().is_none()
+    };
+    loop {
+        let found = m.outputs().find(|&(_, t)| unread(m, t)).map(|(role, _)| role);
+        let Some(role) = found else { break };
+        m.set_unread(role);
     }
 }
 
@@ -91,22 +93,22 @@ fn buffers(m: &Match, host: HostView) -> Result<(), Decline> {
 }
 
 fn aliases(window: &Window, m: &Match) -> Result<(), Decline> {
-    let overlap = |a: Tensor, b: Tensor| {
-        let (a, b) = (a.byte_range(), b.byte_range());
-        a.start < b.end && b.start < a.end
-    };
     let declared = |input: Role, output: Role| {
         window.may_alias.iter().find(|a| a.input == input && a.output == output).map(|a| a.alias)
     };
-    let outputs: Vec<(Role, Tensor)> = m.outputs().collect();
-    for (i, &(out_role, out)) in outputs.iter().enumerate() {
-        for &(other_role, other) in &outputs[i + 1..] {
-            if overlap(out, other) {
+    for (i, (out_role, out)) in m.outputs().enumerate() {
+        let out_range = out.byte_range();
+        let overlap = |t: Tensor| {
+            let range = t.byte_range();
+            range.start < out_range.end && out_range.start < range.end
+        };
+        for (other_role, other) in m.outputs().skip(i + 1) {
+            if overlap(other) {
                 return Err(Decline::new("outputs overlap", format!("{out_role} and {other_role}")));
             }
         }
         for (in_role, input) in m.externals() {
-            if !overlap(out, input) {
+            if !overlap(input) {
                 continue;
             }
             let exact = out.data() == input.data() && out.nb() == input.nb() && out.ne() == input.ne();

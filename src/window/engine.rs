@@ -11,7 +11,6 @@ use crate::graph::{GraphRef, HostView, Op};
 use crate::kernel::{CudaError, Launch};
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::ffi::c_void;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -37,7 +36,7 @@ pub trait Backend: BlockSource + Send + Sync {
 struct Cuda;
 
 impl BlockSource for Cuda {
-    fn allocate(&self, bytes: usize, zeroed: usize, stream: *mut c_void) -> Result<usize, String> {
+    fn allocate(&self, bytes: usize, zeroed: usize, stream: usize) -> Result<usize, String> {
         crate::kernel::cudart::allocate(bytes, zeroed, stream).map_err(|e| e.to_string())
     }
     fn free(&self, address: usize) {
@@ -458,7 +457,7 @@ impl Engine {
         let matched = match_graph(graph, *host, |window| !off[window]);
         let edges = edges(&matched, graph, *host);
         let layout = Layout::new(&matched, &edges);
-        let block = match context.arena.reserve(layout.bytes, &*self.backend, host.stream()) {
+        let block = match context.arena.reserve(layout.bytes, &*self.backend, host.stream() as usize) {
             Ok(block) => block,
             Err(e) => {
                 let text = format!("no memory for {} bytes of scratch: {e}; stock kernels run instead", layout.bytes);

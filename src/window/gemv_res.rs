@@ -9,7 +9,7 @@ use std::sync::LazyLock;
 
 static STEPS: &[Step] = &[
     Step::new("mm", Op::MulMat, &["w", "x"]),
-    Step::new("mb", Op::Add, &["mm", "b"]).optional(),
+    Step::new("mb", Op::Add, &["mm", "b"]).second_is_leaf().optional(),
     Step::new("y", Op::Add, &["mb", "res"]).commutes().optional(),
 ];
 static PATTERN: LazyLock<Pattern> = LazyLock::new(|| Pattern::new(STEPS, &["y"]));
@@ -29,6 +29,7 @@ pub static GEMV_RES: Window = Window {
     uses_scratch: false,
     q8_input: |m| wants_q8(m.tensor("w")).then_some("x"),
     q8_output: None,
+    drops_f32: false,
     guard,
     scratch_bytes: |_| 0,
     calls,

@@ -26,6 +26,7 @@ pub static GLU_GEMV: Window = Window {
     uses_scratch: false,
     q8_input: |m| wants_q8(m.tensor("wg")).then_some("x"),
     q8_output: Some("y"),
+    drops_f32: false,
     guard,
     scratch_bytes: |_| 0,
     calls,
@@ -61,10 +62,13 @@ fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
 
 fn calls(m: &Match, r: &Resources) -> Vec<KernelCall> {
     let (wg, wu, y) = (m.tensor("wg"), m.tensor("wu"), m.tensor("y"));
-    let dst = if r.drop_output_f32 { 0 } else { y.data() };
-    let segments = [segment(wg, dst, row_stride(y)), segment(wu, 0, 0)];
+    // The f32 form is written in any case: whoever completes a block of 32 values reads it back to quantise it.
+    let segments = [segment(wg, y.data(), row_stride(y)), segment(wu, 0, 0)];
     let glu = activation(m).expect("checked by the guard");
     let mut args = launch(wg, m.tensor("x"), &segments, glu, r);
-    args.out_q = q8_or_none(r.output_q8);
+    if r.output_q8.is_some() {
+        args.out_q = q8_or_none(r.output_q8);
+        args.tickets = r.tickets as _;
+    }
     vec![KernelCall::Gemv(args)]
 }

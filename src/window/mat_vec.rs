@@ -104,5 +104,6 @@ pub(super) fn launch(w: Tensor, x: Tensor, segments: &[GemvSeg], glu: Glu, r: &R
         xq: if wants_q8(w) { super::q8_or_none(r.input_q8) } else { Q8::NONE },
         glu: glu as i32,
         out_q: Q8::NONE,
+        tickets: std::ptr::null_mut(),
     }
 }

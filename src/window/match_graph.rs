@@ -160,7 +160,7 @@ pub fn edges(matched: &Matched, graph: GraphRef, host: HostView) -> Vec<Edge> {
     for edge in &mut edges {
         let site = &sites[edge.producer];
         let x = site.m.tensor(site.window().q8_output.expect("it made the edge"));
-        edge.drop_f32 = !x.is_output() && readers[&edge.producer] == graph.uses(x);
+        edge.drop_f32 = site.window().drops_f32 && !x.is_output() && readers[&edge.producer] == graph.uses(x);
     }
     edges
 }

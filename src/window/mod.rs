@@ -14,6 +14,7 @@ mod stats;
 
 mod add_norm;
 mod call;
+mod dec_attn;
 mod gemv_res;
 mod glu_gemv;
 mod mat_vec;
@@ -133,6 +134,8 @@ pub struct Window {
     pub q8_input: fn(&Match) -> Option<Role>,
     /// The output that could be left as q8 blocks.
     pub q8_output: Option<Role>,
+    /// The f32 form of that output may then stay unwritten when nobody reads it.
+    pub drops_f32: bool,
     /// Types, shapes, strides and parameters.
     pub guard: fn(&Match, HostView) -> Result<(), Decline>,
     /// Scratch bytes a match needs.
@@ -153,6 +156,7 @@ pub static WINDOWS: &[&Window] = &[
     &sandwich_norm::SANDWICH_NORM,
     &add_norm::ADD_NORM,
     &glu_gemv::GLU_GEMV,
+    &dec_attn::DEC_ATTN,
     &gemv_res::GEMV_RES,
 ];
 

@@ -15,7 +15,7 @@ pub const MAX_STEPS: usize = 20;
 /// Most external tensors a pattern may have.
 pub const MAX_EXTERNALS: usize = 20;
 /// Most operands a step may have.
-pub const MAX_OPERANDS: usize = 3;
+pub const MAX_OPERANDS: usize = 4;
 
 /// Is a step always there?
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,12 +41,14 @@ pub struct Step {
     pub commutes: bool,
     /// Whether the step may be missing.
     pub presence: Presence,
+    /// The second operand is a leaf, such as a weight, not the result of a node.
+    pub second_is_leaf: bool,
 }
 
 impl Step {
     /// `result = op(operands…)`.
     pub const fn new(result: Role, op: Op, operands: &'static [Role]) -> Step {
-        Step { result, op, operands, commutes: false, presence: Presence::Required }
+        Step { result, op, operands, commutes: false, presence: Presence::Required, second_is_leaf: false }
     }
 
     /// The first two operands may be exchanged.
@@ -58,6 +60,12 @@ impl Step {
     /// The step may be missing.
     pub const fn optional(mut self) -> Step {
         self.presence = Presence::Optional;
+        self
+    }
+
+    /// The second operand is a leaf.
+    pub const fn second_is_leaf(mut self) -> Step {
+        self.second_is_leaf = true;
         self
     }
 
@@ -146,12 +154,18 @@ impl Pattern {
     }
 
     fn step(&self, role: Role) -> Option<usize> {
-        self.steps.iter().position(|s| s.result == role)
+        find_role(self.steps.iter().map(|s| s.result), role)
     }
 
     fn is_required(&self, step: usize) -> bool {
         self.steps[step].presence == Presence::Required
     }
+}
+
+/// Position of a name. Most are the very same literal: comparing addresses first saves comparing letters.
+fn find_role(mut roles: impl Iterator<Item = Role> + Clone, role: Role) -> Option<usize> {
+    let same = roles.clone().position(|r| std::ptr::eq(r, role));
+    same.or_else(|| roles.position(|r| r == role))
 }
 
 /// What a pattern's names stand for.
@@ -173,7 +187,7 @@ impl<'g> Match<'g> {
     pub fn get(&self, role: Role) -> Option<Tensor<'g>> {
         match self.pattern.step(role) {
             Some(step) => self.result(step),
-            None => self.pattern.externals.iter().position(|&e| e == role).and_then(|slot| self.externals[slot]),
+            None => find_role(self.pattern.externals.iter().copied(), role).and_then(|slot| self.externals[slot]),
         }
     }
 
@@ -214,7 +228,7 @@ impl<'g> Match<'g> {
     /// Is the step with this name one of the outputs, itself or in place of one that is missing?
     pub fn is_output(&self, step: Role) -> bool {
         let node = self.node(step);
-        self.outputs().any(|(_, t)| Some(t) == node)
+        node.is_some() && self.pattern.outputs.iter().any(|&o| self.unread & (1 << o) == 0 && self.result(o) == node)
     }
 
     /// Every node of a step.
@@ -304,6 +318,9 @@ fn extend<'g>(graph: GraphRef<'g>, ops: &[Op], state: &mut Match<'g>) -> bool {
 fn bind<'g>(graph: GraphRef<'g>, state: &mut Match<'g>, i: usize, node: Tensor<'g>, exchanged: bool) -> Option<u32> {
     let pattern = state.pattern;
     if pattern.with[i].is_some_and(|other| state.steps[other].is_none()) {
+        return None;
+    }
+    if pattern.steps[i].second_is_leaf && node.src(1).is_some_and(|t| graph.op(t) != Op::None) {
         return None;
     }
     let operands = &pattern.operands[i];

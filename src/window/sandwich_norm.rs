@@ -30,6 +30,7 @@ pub static SANDWICH_NORM: Window = Window {
     uses_scratch: false,
     q8_input: |_| None,
     q8_output: Some("z"),
+    drops_f32: true,
     guard,
     scratch_bytes: |_| 0,
     calls: norm_calls,

@@ -55,7 +55,6 @@ static FOREIGN: &[&str] = &[
     "GGML_CUDA_FLASHRT_NO_CACHE",
     "GGML_FLASHRT_NO_RMS_GEMMA",
     "GGML_FLASHRT_NO_QKV_PREFILL",
-    "GGML_FLASHRT_NO_DEC_ATTN",
     "GGML_FLASHRT_NO_VIT_FA4",
     "GGML_FLASHRT_NO_PREFILL_FA4",
     "GGML_FLASHRT_NO_KV_TAIL",
@@ -147,7 +146,7 @@ mod tests {
 
     #[test]
     fn other_adapters_names_are_known() {
-        let s = settings(&[("GGML_FLASHRT_NO_DEC_ATTN", "1")]);
+        let s = settings(&[("GGML_FLASHRT_NO_PREFILL_FA4", "1")]);
         assert_eq!(s.warnings.len(), 1);
         assert!(s.warnings[0].contains("no effect"));
     }

@@ -4,13 +4,12 @@
 use ggml_flashrt::cache::{BlockSource, TICKET_BYTES};
 use ggml_flashrt::graph::dump::{GraphRecord, TensorRecord};
 use ggml_flashrt::graph::{DType, Op, OwnedGraph, FLAG_COMPUTE};
-use ggml_flashrt::kernel::{CudaError, GemvArgs, Launch, NormArgs, QkvPart, QkvTailArgs};
+use ggml_flashrt::kernel::{CudaError, DecAttnArgs, GemvArgs, Launch, NormArgs, QkvPart, QkvTailArgs};
 use ggml_flashrt::window::engine::{Backend, Engine, EvalStatus};
 use ggml_flashrt::window::settings::Settings;
 use ggml_flashrt::window::KernelCall;
 use half::{bf16, f16};
 use std::collections::HashMap;
-use std::ffi::c_void;
 use std::sync::{Arc, Mutex};
 
 const ARENA: usize = 1 << 44;
@@ -201,6 +200,21 @@ fn rotate(v: &mut [f64], pos: f64, r: &Rotation) {
     }
 }
 
+/// Attention of one query; a row is its key, its value and what the mask adds to its score.
+fn attend(q: &[f64], scale: f64, softcap: f64, rows: impl Iterator<Item = (Vec<f64>, Vec<f64>, f64)>) -> Vec<f64> {
+    let (mut total, mut out) = (0.0, vec![0.0; q.len()]);
+    for (k, v, bias) in rows {
+        let mut score = scale * q.iter().zip(&k).map(|(q, k)| q * k).sum::<f64>();
+        if softcap != 0.0 {
+            score = softcap * (score / softcap).tanh();
+        }
+        let weight = (score + bias).exp();
+        total += weight;
+        out.iter_mut().zip(&v).for_each(|(out, v)| *out += weight * v);
+    }
+    out.iter().map(|out| if total > 0.0 { out / total } else { 0.0 }).collect()
+}
+
 /// Runs one node as ggml defines it.
 pub fn run_node(m: &mut Memory, g: &GraphRecord, id: usize) {
     let t = &g.tensors[id];
@@ -282,30 +296,20 @@ pub fn run_node(m: &mut Memory, g: &GraphRecord, id: usize) {
         }
         Op::FlashAttnExt => {
             let (q, k, v) = (src(0), src(1), src(2));
-            let group = q.ne[1] / k.ne[1];
-            for i in indices([1, q.ne[1], q.ne[2], 1]) {
-                let kv_head = i[1] / group as usize;
-                let dims = q.ne[0] as usize;
-                let scores: Vec<f64> = (0..k.ne[2] as usize)
-                    .map(|c| {
-                        (0..dims)
-                            .map(|d| {
-                                m.load(element(q, [d, i[1], i[2], 0]), q.dtype)
-                                    * m.load(element(k, [d, kv_head, c, 0]), k.dtype)
-                            })
-                            .sum::<f64>()
-                    })
-                    .collect();
-                let max = scores.iter().copied().fold(f64::MIN, f64::max);
-                let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
-                let total: f64 = weights.iter().sum();
-                out.extend((0..dims).map(|d| {
-                    weights
-                        .iter()
-                        .enumerate()
-                        .map(|(c, w)| w / total * m.load(element(v, [d, kv_head, c, 0]), v.dtype))
-                        .sum::<f64>()
-                }));
+            let mask = t.src.get(3).copied().flatten().map(|id| &g.tensors[id]);
+            assert!(param(t, 1) == 0 && t.src.len() <= 4, "no interpreter for ALiBi and sinks");
+            let (group, dims) = ((q.ne[2] / k.ne[2]) as usize, q.ne[0] as usize);
+            for i in indices([1, q.ne[2], q.ne[1], q.ne[3]]) {
+                let (head, token, stream) = (i[1], i[2], i[3]);
+                let row = |x: &TensorRecord, at: [usize; 3]| -> Vec<f64> {
+                    (0..dims).map(|d| m.load(element(x, [d, at[0], at[1], at[2]]), x.dtype)).collect()
+                };
+                let query = row(q, [token, head, stream]);
+                let rows = (0..k.ne[1] as usize).map(|c| {
+                    let bias = mask.map_or(0.0, |x| m.load(broadcast(x, [c, token, head, stream]), x.dtype));
+                    (row(k, [c, head / group, stream]), row(v, [c, head / group, stream]), bias)
+                });
+                out.extend(attend(&query, param_f(t, 0), param_f(t, 2), rows));
             }
         }
         other => panic!("no interpreter for {other:?}"),
@@ -426,6 +430,35 @@ fn run_part(m: &mut Memory, a: &QkvTailArgs, p: &QkvPart) {
     }
 }
 
+fn run_dec_attn(m: &mut Memory, a: &DecAttnArgs) {
+    let n = a.head_dim as usize;
+    let group = a.n_heads / a.n_heads_kv;
+    let mut dst = a.dst as usize;
+    for stream in 0..i64::from(a.n_streams) {
+        for token in 0..i64::from(a.n_tokens) {
+            for head in 0..a.n_heads {
+                let head_kv = i64::from(head / group);
+                let f16s = |m: &Memory, address: i64, n: usize| -> Vec<f64> {
+                    (0..n).map(|i| m.load(address as usize + 2 * i, DType::F16 as i32)).collect()
+                };
+                let q = a.q as i64 + stream * a.q_stream_bytes + token * a.q_token_bytes + i64::from(head) * a.q_head_bytes;
+                let q = m.f32s(q as usize, n);
+                let rows = (0..i64::from(a.n_kv)).map(|row| {
+                    let k = a.k as i64 + stream * a.k_stream_bytes + head_kv * a.k_head_bytes + row * a.k_row_bytes;
+                    let v = a.v as i64 + stream * a.v_stream_bytes + head_kv * a.v_head_bytes + row * a.v_row_bytes;
+                    let bias = a.mask as i64 + stream * a.mask_stream_bytes + token * a.mask_token_bytes + 2 * row;
+                    let bias = if a.mask.is_null() { 0.0 } else { f16s(m, bias, 1)[0] };
+                    (f16s(m, k, n), f16s(m, v, n), bias)
+                });
+                for value in attend(&q, a.scale.into(), a.softcap.into(), rows) {
+                    m.store(dst, DType::F32 as i32, value);
+                    dst += 4;
+                }
+            }
+        }
+    }
+}
+
 /// A device that executes kernel calls on a [`Memory`].
 #[derive(Clone)]
 pub struct FakeDevice {
@@ -451,7 +484,7 @@ impl FakeDevice {
 }
 
 impl BlockSource for FakeDevice {
-    fn allocate(&self, bytes: usize, _zeroed: usize, _stream: *mut c_void) -> Result<usize, String> {
+    fn allocate(&self, bytes: usize, _zeroed: usize, _stream: usize) -> Result<usize, String> {
         // Every block starts at the same place: stale addresses would show.
         assert!(bytes <= 1 << 20, "the engine asks for at least 1 MiB, tests use little of it");
         Ok(ARENA)
@@ -474,6 +507,7 @@ impl Backend for FakeDevice {
         match call {
             KernelCall::Norm(a) => run_norm(&mut m, &a),
             KernelCall::Gemv(a) => run_gemv(&mut m, &a),
+            KernelCall::DecAttn(a) => run_dec_attn(&mut m, &a),
             KernelCall::QkvTail(a) => a.part[..a.n_parts as usize].iter().for_each(|p| run_part(&mut m, &a, p)),
         }
         Ok(())

@@ -43,7 +43,7 @@ impl Shape {
             n_embd: 256,
             n_head: 4,
             n_head_kv: 2,
-            head_dim: 32,
+            head_dim: 64,
             n_ff: 512,
             n_vocab: 64,
             n_tokens: 1,
@@ -58,7 +58,7 @@ impl Shape {
 impl Shape {
     /// Just large enough for blocks of 32: for tests that run whole graphs many times.
     pub fn tiny(family: Family) -> Shape {
-        Shape { n_layers: 1, n_embd: 64, n_head: 2, n_head_kv: 1, head_dim: 32, n_ff: 96, n_vocab: 32, n_kv: 8, ..Shape::small(family) }
+        Shape { n_layers: 1, n_embd: 64, n_head: 2, n_head_kv: 1, head_dim: 64, n_ff: 96, n_vocab: 32, n_kv: 8, ..Shape::small(family) }
     }
 }
 
@@ -191,8 +191,18 @@ impl Layers {
         let k_store = self.store(&format!("k_store-{il}"), k, k_cache, self.k_rows);
         let v_store = self.store(&format!("v_store-{il}"), v, v_cache, self.v_rows);
 
+        // Heads before rows or tokens, as attention takes them.
+        let permuted = |b: &mut GraphBuilder, name: String, of: TensorId| {
+            let (ne, nb) = (b.tensor_mut(of).ne, b.tensor_mut(of).nb);
+            let view = b.view_node(&name, Op::Permute, of, [ne[0], ne[2], ne[1], ne[3]], 0, &[Some(of)]);
+            b.tensor_mut(view).nb = [nb[0], nb[2], nb[1], nb[3]];
+            view
+        };
+        let q_view = permuted(&mut self.b, format!("q_view-{il}"), q);
         let heads = |cache: TensorId, b: &mut GraphBuilder, name: String| {
-            b.view_node(&name, Op::View, cache, [s.head_dim, s.n_head_kv, s.n_kv, 1], 0, &[Some(cache)])
+            let ne = [s.head_dim, s.n_head_kv, s.n_kv, 1];
+            let view = b.view_node(&format!("{name} (view)"), Op::View, cache, ne, 0, &[Some(cache)]);
+            permuted(b, name, view)
         };
         let k_view = heads(k_store, &mut self.b, format!("k_view-{il}"));
         let v_view = heads(v_store, &mut self.b, format!("v_view-{il}"));
@@ -201,8 +211,9 @@ impl Layers {
             Op::FlashAttnExt,
             DType::F32,
             [s.head_dim, s.n_head, s.n_tokens, 1],
-            &[Some(q), Some(k_view), Some(v_view), Some(self.mask)],
+            &[Some(q_view), Some(k_view), Some(v_view), Some(self.mask)],
         );
+        self.b.tensor_mut(attn).params = vec![f(if gemma { 1.0 } else { (s.head_dim as f32).powf(-0.5) }), 0, 0, 10];
         let ne = self.tokens(s.head_dim * s.n_head);
         let flat = self.b.view_node(&format!("kqv_out-{il}"), Op::Reshape, attn, ne, 0, &[Some(attn)]);
         let out = self.mat_vec(&format!("attn_out-{il}"), t_out, flat, s.n_embd);

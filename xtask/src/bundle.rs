@@ -88,10 +88,6 @@ pub fn run(context: &Context, args: &BundleArgs) -> Result<()> {
         pack.text(name, text)?;
     }
     pack.tree(&context.repo.join("third_party/licences"), Path::new("licences"))?;
-    pack.text(
-        "licences/llama.cpp",
-        &fs::read_to_string(licence(&adapter)?).at("read", &adapter)?,
-    )?;
     for (program, name) in &tests {
         pack.file(
             program,
@@ -161,16 +157,6 @@ fn libraries(with_cublas: bool) -> &'static [&'static str] {
         true => &["libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13"],
         false => &["libcudart.so.13"],
     }
-}
-
-/// llama.cpp's licence, from the sources that a build directory was made from.
-fn licence(bin: &Path) -> Result<PathBuf> {
-    let cache = bin.with_file_name("CMakeCache.txt");
-    let text = fs::read_to_string(&cache).at("read", &cache)?;
-    let home = text
-        .lines()
-        .find_map(|line| line.strip_prefix("CMAKE_HOME_DIRECTORY:INTERNAL="));
-    Ok(Path::new(home.with_context(|| format!("{} names no sources", cache.display()))?).join("LICENSE"))
 }
 
 /// The `flashrt` command and the `gpu_*` tests, compiled with kernels for `archs`, as (file, name).
@@ -294,7 +280,7 @@ struct Pack {
 
 impl Pack {
     fn new(dir: &Path) -> Result<Pack> {
-        let mut options = LzmaOptions::new_preset(3).context("xz")?;
+        let mut options = LzmaOptions::new_preset(1).context("xz")?;
         options.dict_size(DICTIONARY);
         let stream = Stream::new_stream_encoder(Filters::new().lzma2(&options), Check::Crc64).context("xz")?;
         let mut tar = tar::Builder::new(XzEncoder::new_stream(Parts::new(dir, PART), stream));

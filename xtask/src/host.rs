@@ -5,7 +5,7 @@
 
 use crate::context::Context;
 use crate::fetch;
-use crate::files::{self, IoContext};
+use crate::files;
 use crate::job::Job;
 use crate::patch;
 use crate::tools::{self, Cuda, Tools};

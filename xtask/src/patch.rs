@@ -83,7 +83,9 @@ pub fn fitting(tree: &Path, patches: &Path) -> Result<Patched> {
         .flatten()
         .map(|e| e.path())
         .collect();
-    candidates.retain(|path| path.extension().is_some_and(|e| e == "patch"));
+    // Those for llama.cpp's tests lie there too: `-tests.patch`.
+    let is_hook = |name: &str| name.ends_with(".patch") && !name.ends_with("-tests.patch");
+    candidates.retain(|path| path.file_name().and_then(|n| n.to_str()).is_some_and(is_hook));
     candidates.sort();
     let mut tried = Vec::new();
     for patch in candidates.iter().rev() {
