@@ -264,9 +264,8 @@ struct Device {
     cudaStream_t stream;
     int          sm_count, cc;
     uint8_t *    pool;
-    float *      x, *out, *bias, *res, *xq_ds, *out_ds;
-    int8_t *     xq, *out_q;
-    uint32_t *   tickets;
+    float *      x, *out, *bias, *res, *xq_ds;
+    int8_t *     xq;
 };
 
 Device open_device() {
@@ -284,14 +283,10 @@ Device open_device() {
     CHECK(cudaMalloc(&d.res, size_t(8) * kMaxRows * 4));
     CHECK(cudaMalloc(&d.xq, 8 * kMaxK));
     CHECK(cudaMalloc(&d.xq_ds, 8 * kMaxK / 4));
-    CHECK(cudaMalloc(&d.out_q, size_t(8) * kMaxRows));
-    CHECK(cudaMalloc(&d.out_ds, size_t(8) * kMaxRows / 4));
-    CHECK(cudaMalloc(&d.tickets, kMaxRows / 32 * 4));
-    CHECK(cudaMemset(d.tickets, 0, kMaxRows / 32 * 4));
     return d;
 }
 
-frt_gemv_args make_args(const Device & d, const Type & type, const Case & c, int tokens, bool xq, bool q8_out, size_t pool_offset) {
+frt_gemv_args make_args(const Device & d, const Type & type, const Case & c, int tokens, bool xq, size_t pool_offset) {
     frt_gemv_args a = {};
     a.type = type.id;
     a.n_seg = n_seg(c);
@@ -302,10 +297,6 @@ frt_gemv_args make_args(const Device & d, const Type & type, const Case & c, int
     a.glu = c.glu;
     if (xq) {
         a.xq = {d.xq, d.xq_ds};
-    }
-    if (q8_out) {
-        a.out_q = {d.out_q, d.out_ds};
-        a.tickets = d.tickets;
     }
     size_t at = pool_offset;
     int    column = 0, total = 0;
@@ -336,7 +327,7 @@ double act(int glu, double x) {
 }
 
 // Largest error over a sample of rows as a fraction of what is allowed: above 1 is wrong.
-double check_case(const Device & d, const Type & type, Case c, int tokens, bool xq, bool epilogue, bool q8_out, int lanes) {
+double check_case(const Device & d, const Type & type, Case c, int tokens, bool xq, bool epilogue, int lanes) {
     const int           rows_total = seg_rows(c, 0) + (c.glu != FRT_GLU_NONE ? 0 : c.rows[1] + c.rows[2]);
     const vector<float> x = random_acts(static_cast<size_t>(tokens) * c.k, 7u * tokens + c.k);
     const bool          quantised = type.block > 1;
@@ -348,7 +339,7 @@ double check_case(const Device & d, const Type & type, Case c, int tokens, bool 
         CHECK(cudaMemcpy(d.xq, q8.qs.data(), q8.qs.size(), cudaMemcpyHostToDevice));
         CHECK(cudaMemcpy(d.xq_ds, q8.ds.data(), q8.ds.size() * 4, cudaMemcpyHostToDevice));
     }
-    frt_gemv_args a = make_args(d, type, c, tokens, xq && quantised, q8_out, 256);
+    frt_gemv_args a = make_args(d, type, c, tokens, xq && quantised, 256);
     for (int s = 0; s < a.n_seg; ++s) {
         fill_weights(type, static_cast<uint8_t *>(const_cast<void *>(a.seg[s].w)), row_bytes(type, c) * a.seg[s].n_rows, d.stream);
     }
@@ -378,18 +369,6 @@ double check_case(const Device & d, const Type & type, Case c, int tokens, bool 
     CHECK(cudaStreamSynchronize(d.stream));
     vector<float> out(static_cast<size_t>(tokens) * rows_total);
     CHECK(cudaMemcpy(out.data(), d.out, out.size() * 4, cudaMemcpyDeviceToHost));
-    vector<int8_t> out_q(out.size());
-    vector<float>  out_ds(out.size() / 16 + 2);
-    if (q8_out) {
-        CHECK(cudaMemcpy(out_q.data(), d.out_q, out_q.size(), cudaMemcpyDeviceToHost));
-        CHECK(cudaMemcpy(out_ds.data(), d.out_ds, out.size() / 16 * 4, cudaMemcpyDeviceToHost));
-        vector<uint32_t> tickets(rows_total / 32);
-        CHECK(cudaMemcpy(tickets.data(), d.tickets, tickets.size() * 4, cudaMemcpyDeviceToHost));
-        if (std::any_of(tickets.begin(), tickets.end(), [](uint32_t n) { return n != 0; })) {
-            printf("%s %s: tickets are not zero after the launch\n", type.name, c.name);
-            return 1e30;
-        }
-    }
 
     double          worst = 0.0;
     vector<uint8_t> row(row_bytes(type, c) * 2);
@@ -425,18 +404,6 @@ double check_case(const Device & d, const Type & type, Case c, int tokens, bool 
                 const size_t at = static_cast<size_t>(t) * rows_total + column + r;
                 const double bad = std::fabs(out[at] - want.value) / (tol + 1e-6 * std::fabs(want.value));
                 worst = std::max(worst, std::isfinite(bad) ? bad : 1e30);
-                if (q8_out) {
-                    const double dq = out_ds[at / 32 * 2];
-                    const double off = std::fabs(out_q[at] * dq - want.value) / (0.502 * dq + tol);
-                    int          sum = 0;
-                    float        amax = 0.0f;
-                    for (size_t e = at / 32 * 32; e < at / 32 * 32 + 32; ++e) {
-                        sum += out_q[e];
-                        amax = std::max(amax, std::fabs(out[e]));
-                    }
-                    const bool scales = std::fabs(dq - amax / 127.0f) <= 1e-6 * dq && std::fabs(out_ds[at / 32 * 2 + 1] - dq * sum) <= 1e-5 * dq * (1 + std::abs(sum));
-                    worst = std::max(worst, scales && std::isfinite(off) ? off : 1e30);
-                }
             }
         }
         column += n;
@@ -447,11 +414,11 @@ double check_case(const Device & d, const Type & type, Case c, int tokens, bool 
 bool check_all(const Device & d, const Type & type) {
     struct Variant {
         int  tokens;
-        bool xq, epilogue, q8_out;
+        bool xq, epilogue;
         int  lanes;
     };
-    const Variant variants[] = {{1, false, false, false, 0}, {1, true, true, true, 0}, {2, false, true, false, 32}, {3, true, false, true, 32},
-                                {4, false, true, true, 8},   {2, true, false, false, 8}, {8, true, true, true, 32},   {5, false, false, false, 0}};
+    const Variant variants[] = {{1, false, false, 0}, {1, true, true, 0},  {2, false, true, 32}, {3, true, false, 32},
+                                {4, false, true, 8},  {2, true, false, 8}, {8, true, true, 32},  {5, false, false, 0}};
     const Case odd[] = {{"odd.rows", 768, {77, 5, 130}, FRT_GLU_NONE}, {"odd.glu", 512, {45, 0, 0}, FRT_GLU_GEGLU_ERF},
                         {"reglu", 256, {64, 0, 0}, FRT_GLU_REGLU},     {"quick", 1024, {96, 0, 0}, FRT_GLU_GEGLU_QUICK}};
     vector<Case> cases(std::begin(kCases), std::end(kCases));
@@ -460,17 +427,16 @@ bool check_all(const Device & d, const Type & type) {
     double worst = 0.0;
     for (const Case & c : cases) {
         for (const Variant & v : variants) {
-            const bool glu = c.glu != FRT_GLU_NONE;
             if (!frt_gemv_supports(type.id, c.k, v.tokens, c.glu) || weight_bytes(type, c) + 256 > kPool ||
                 (v.tokens > 2 && seg_rows(c, 0) > 100000)) {
                 continue;
             }
-            const double bad = check_case(d, type, c, v.tokens, v.xq, v.epilogue, v.q8_out && glu && c.rows[0] % 32 == 0, v.lanes);
+            const double bad = check_case(d, type, c, v.tokens, v.xq, v.epilogue, v.lanes);
             worst = std::max(worst, bad);
             if (!(bad <= 1.0)) {
                 ok = false;
-                printf("WRONG %s %s tokens %d xq %d epilogue %d q8 %d lanes %d: error %.3g of the bound\n", type.name, c.name, v.tokens, v.xq,
-                       v.epilogue, v.q8_out, v.lanes, bad);
+                printf("WRONG %s %s tokens %d xq %d epilogue %d lanes %d: error %.3g of the bound\n", type.name, c.name, v.tokens, v.xq,
+                       v.epilogue, v.lanes, bad);
             }
         }
     }
@@ -569,7 +535,7 @@ template <typename W, int ROWS, int STAGES> void sweep_one(const Device & d, con
     const int    n = launches_for(bytes);
     for (int per_sm = 1; per_sm <= 3; ++per_sm) {
         const double us = time_graph(d, n, true, 3, [&](int i, frt_launch how) {
-            return frt::gemv_launch<W, 1, 32, ROWS, STAGES>(make_args(d, type, c, 1, true, false, i % (kPool / bytes) * bytes), how, per_sm);
+            return frt::gemv_launch<W, 1, 32, ROWS, STAGES>(make_args(d, type, c, 1, true, i % (kPool / bytes) * bytes), how, per_sm);
         });
         if (us > 0) {
             rows.push_back({type.name, c.name, "rows " + std::to_string(ROWS) + " stages " + std::to_string(STAGES) + " per_sm " + std::to_string(per_sm), 1, 0,
@@ -612,30 +578,26 @@ void times(const Device & d, const Type & type, bool sweep, FILE * json) {
             if (!frt_gemv_supports(type.id, c.k, tokens, c.glu)) {
                 continue;
             }
-            const bool glu = c.glu != FRT_GLU_NONE;
             struct Choice {
                 const char *    name;
-                bool            xq, q8_out, forced;
+                bool            xq, forced;
                 frt::GemvTuning tuning;
             };
-            vector<Choice> choices = {{glu ? "q8 out" : "default", true, glu, false, {}}};
-            if (glu) {
-                choices.push_back({"f32 out", true, false, false, {}});
-            }
+            vector<Choice> choices = {{"default", true, false, {}}};
             if (tokens == 1) {
                 if (type.block > 1) {
-                    choices.push_back({"own quantisation", false, false, false, {}});
+                    choices.push_back({"own quantisation", false, false, {}});
                 }
                 if (sweep) {
                     for (const auto & [name, lanes, per_sm] : {std::tuple{"lanes 32 per_sm 1", 32, 1}, std::tuple{"lanes 32 per_sm 3", 32, 3},
                                                                std::tuple{"lanes 8 per_sm 1", 8, 1}, std::tuple{"lanes 8 per_sm 2", 8, 2}}) {
-                        choices.push_back({name, true, glu, true, {lanes, per_sm}});
+                        choices.push_back({name, true, true, {lanes, per_sm}});
                     }
                 }
             }
             for (const Choice & choice : choices) {
                 const Launcher launcher = [&](int i, frt_launch how) {
-                    return frt::gemv_any(make_args(d, type, c, tokens, choice.xq, choice.q8_out, i % (kPool / bytes) * bytes), how,
+                    return frt::gemv_any(make_args(d, type, c, tokens, choice.xq, i % (kPool / bytes) * bytes), how,
                                          choice.forced ? &choice.tuning : nullptr);
                 };
                 const double pdl = time_graph(d, n, true, 3, launcher);

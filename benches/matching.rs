@@ -14,11 +14,16 @@ use support::model::{model, Family, Shape};
 
 fn matching(c: &mut Criterion) {
     for family in [Family::Llama, Family::Gemma3, Family::Qwen3] {
-        let record = model(Shape { n_layers: 32, ..Shape::small(family) });
+        let record = model(Shape {
+            n_layers: 32,
+            ..Shape::small(family)
+        });
         let graph = OwnedGraph::new(&record).expect("a whole graph");
         let mut group = c.benchmark_group(format!("{family:?}"));
         group.throughput(Throughput::Elements(record.nodes.len() as u64));
-        group.bench_function("match", |b| b.iter(|| match_graph(graph.graph(), graph.host(), |_| true).sites.len()));
+        group.bench_function("match", |b| {
+            b.iter(|| match_graph(graph.graph(), graph.host(), |_| true).sites.len())
+        });
 
         // Scratch addresses only: nothing is launched.
         let device = FakeDevice::new(Memory::for_graph(&model(Shape::tiny(family)), 1));
@@ -29,7 +34,11 @@ fn matching(c: &mut Criterion) {
                 engine.eval_end(&graph.host())
             });
         });
-        let unnamed = OwnedGraph::new(&ggml_flashrt::graph::dump::GraphRecord { uid: 0, ..record.clone() }).expect("the same");
+        let unnamed = OwnedGraph::new(&ggml_flashrt::graph::dump::GraphRecord {
+            uid: 0,
+            ..record.clone()
+        })
+        .expect("the same");
         group.bench_function("known by content", |b| {
             b.iter(|| {
                 engine.eval_begin(&unnamed.host(), unnamed.graph());

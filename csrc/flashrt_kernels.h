@@ -21,7 +21,7 @@ typedef struct frt_launch {
 } frt_launch;
 
 // Activations quantised to 8 bits in blocks of 32 along k, structure of arrays: the hand-off ("q8_1 edge") between a
-// norm or GLU and the mat-vec that reads it. Block b of token t: x[i] ~ d * qs[i].
+// norm and the mat-vecs that read it. Block b of token t: x[i] ~ d * qs[i].
 typedef struct frt_q8 {
     int8_t * qs;  // [n_tokens][k], 16-byte aligned rows (k % 32 == 0); null: no hand-off
     float *  ds;  // [n_tokens][k / 32][2]: d = max|x| / 127, and s = d * sum(qs)
@@ -72,8 +72,6 @@ typedef struct frt_gemv_args {
     const float * x;  int64_t x_stride;
     frt_q8        xq;
     int32_t       glu;
-    frt_q8        out_q;    // GLU only: the result as q8 blocks too (n_rows % 32 == 0)
-    uint32_t *    tickets;  // [n_rows / 32], needed by out_q: zero before the first launch, left zero by every launch
 } frt_gemv_args;
 int frt_gemv(const frt_gemv_args * args, frt_launch launch);
 // 1 if frt_gemv has an instantiation for this type and shape.

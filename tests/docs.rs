@@ -41,9 +41,14 @@ fn page(name: &str) -> String {
 }
 
 fn switches_table() -> String {
-    let windows = WINDOWS
-        .iter()
-        .map(|w| format!("| `{}` | leaves to stock: {} |\n", w.switch, w.replaces));
+    let windows = WINDOWS.iter().map(|w| {
+        let default = if w.on_by_default {
+            ""
+        } else {
+            " (the default; `0` lets the window have it)"
+        };
+        format!("| `{}` | leaves to stock: {}{default} |\n", w.switch, w.replaces)
+    });
     let others = SWITCHES.iter().map(|s| format!("| `{}` | {} |\n", s.name, s.does));
     format!(
         "| switch | effect |\n|---|---|\n{}",

@@ -25,16 +25,34 @@ fn bench_with(record: GraphRecord, vars: &[(&str, &str)], change: impl FnOnce(&m
     change(&mut device);
     let settings = Settings::from_vars(vars.iter().map(|(k, v)| (k.to_string(), v.to_string())));
     let engine = Engine::new(settings, Box::new(device.clone()));
-    Bench { owned: OwnedGraph::new(&record).unwrap(), record, memory, device, engine }
+    Bench {
+        owned: OwnedGraph::new(&record).unwrap(),
+        record,
+        memory,
+        device,
+        engine,
+    }
 }
 
 fn bench() -> Bench {
-    bench_with(model(Shape { n_tokens: 2, ..Shape::tiny(Family::Llama) }), &[], |_| {})
+    bench_with(
+        model(Shape {
+            n_tokens: 2,
+            ..Shape::tiny(Family::Llama)
+        }),
+        &[],
+        |_| {},
+    )
 }
 
 fn windows_of(bench: &Bench) -> Vec<&'static str> {
     let stats = bench.engine.stats();
-    WINDOWS.iter().zip(&stats.windows).filter(|(_, c)| c.fired > 0).map(|(w, _)| w.name).collect()
+    WINDOWS
+        .iter()
+        .zip(&stats.windows)
+        .filter(|(_, c)| c.fired > 0)
+        .map(|(w, _)| w.name)
+        .collect()
 }
 
 /// One evaluation through the hook; what it left must be what the nodes give.
@@ -49,7 +67,10 @@ fn evaluate(bench: &Bench) -> usize {
 
 #[test]
 fn each_switch_removes_its_window_alone_and_results_stay() {
-    let record = model(Shape { n_tokens: 2, ..Shape::tiny(Family::Gemma3) });
+    let record = model(Shape {
+        n_tokens: 2,
+        ..Shape::tiny(Family::Gemma3)
+    });
     let all = bench_with(record.clone(), &[], |_| {});
     evaluate(&all);
     for name in windows_of(&all) {
@@ -96,7 +117,10 @@ fn a_plan_is_made_once_for_a_uid() {
 /// Graph views and RPC graphs have no uid and repeat pointers with other contents.
 #[test]
 fn without_a_uid_contents_decide() {
-    let mut record = model(Shape { n_tokens: 2, ..Shape::tiny(Family::Llama) });
+    let mut record = model(Shape {
+        n_tokens: 2,
+        ..Shape::tiny(Family::Llama)
+    });
     record.uid = 0;
     let b = bench_with(record.clone(), &[], |_| {});
     evaluate(&b);
@@ -111,7 +135,11 @@ fn without_a_uid_contents_decide() {
     unsafe { (*raw).op_params[0] = support::model::f(5.0) };
     *b.device.memory.lock().unwrap() = b.memory.clone();
     let run = run_with(&b.engine, &b.device, &b.owned, &record);
-    assert_eq!(difference(&record, &run_stock(&record, &b.memory), &run.memory), None, "a stale plan was used");
+    assert_eq!(
+        difference(&record, &run_stock(&record, &b.memory), &run.memory),
+        None,
+        "a stale plan was used"
+    );
     assert_eq!(b.engine.stats().plans, 2);
 }
 
@@ -145,7 +173,9 @@ fn a_capturing_stream_is_left_to_stock() {
 /// B33, B49: a device on which a kernel does not run is left alone.
 #[test]
 fn a_failed_self_check_switches_the_device_off() {
-    let b = bench_with(model(Shape::tiny(Family::Llama)), &[], |d| d.check = Err("no kernel image".into()));
+    let b = bench_with(model(Shape::tiny(Family::Llama)), &[], |d| {
+        d.check = Err("no kernel image".into())
+    });
     assert_eq!(evaluate(&b), 0);
     assert!(b.engine.stats_json().contains("no kernel image"));
 }
@@ -156,7 +186,11 @@ fn a_first_launch_that_fails_falls_back_and_switches_its_window_off() {
     *b.device.failing.lock().unwrap() = Some(0);
     evaluate(&b);
     let fired = |b: &Bench| b.engine.stats().windows[0].fired;
-    assert_eq!((WINDOWS[0].name, fired(&b)), ("QKV_GEMV", 0), "the first window of the graph");
+    assert_eq!(
+        (WINDOWS[0].name, fired(&b)),
+        ("QKV_GEMV", 0),
+        "the first window of the graph"
+    );
     evaluate(&b);
     assert_eq!(fired(&b), 0, "it stays off");
     assert_eq!(b.engine.stats().plans, 2, "planned again without it");
@@ -196,7 +230,11 @@ fn another_order_of_nodes_is_another_plan() {
     let taken = evaluate(&b);
     let mut record = b.record.clone();
     // Exchange two independent neighbours: up and gate.
-    let up = record.nodes.iter().position(|&n| record.tensors[n].name == "ffn_up-0").unwrap();
+    let up = record
+        .nodes
+        .iter()
+        .position(|&n| record.tensors[n].name == "ffn_up-0")
+        .unwrap();
     let nodes = b.owned.graph().node_addresses();
     let raw = nodes.as_ptr().cast_mut();
     // SAFETY: the host owns the node list and changes it between two evaluations.
@@ -212,14 +250,22 @@ fn another_order_of_nodes_is_another_plan() {
 /// After eval_begin the order changes under the engine's feet, as restoring a concurrent region does.
 #[test]
 fn a_changed_order_within_an_evaluation_declines() {
-    let mut record = model(Shape { n_tokens: 1, ..Shape::tiny(Family::Llama) });
+    let mut record = model(Shape {
+        n_tokens: 1,
+        ..Shape::tiny(Family::Llama)
+    });
     // A region somewhere: hand-offs are then always written as f32 too.
     let attn = record.tensors.iter().position(|t| t.name == "attn-0").unwrap();
     record.tensors[attn].region = 2;
     let b = bench_with(record, &[], |_| {});
     let (host, graph): (HostView, GraphRef) = (b.owned.host(), b.owned.graph());
     b.engine.eval_begin(&host, graph);
-    let up = b.record.nodes.iter().position(|&n| b.record.tensors[n].name == "ffn_up-0").unwrap();
+    let up = b
+        .record
+        .nodes
+        .iter()
+        .position(|&n| b.record.tensors[n].name == "ffn_up-0")
+        .unwrap();
     let raw = graph.node_addresses().as_ptr().cast_mut();
     // SAFETY: as above.
     unsafe { std::ptr::swap(raw.add(up), raw.add(up + 1)) };
@@ -229,13 +275,20 @@ fn a_changed_order_within_an_evaluation_declines() {
 
 #[test]
 fn a_panic_in_a_window_switches_off_that_window_only() {
-    let b = bench_with(model(Shape { n_tokens: 2, ..Shape::tiny(Family::Llama) }), &[], |d| {
-        d.tamper = |call| {
-            if let ggml_flashrt::window::KernelCall::QkvTail(_) = call {
-                panic!("planted");
-            }
-        };
-    });
+    let b = bench_with(
+        model(Shape {
+            n_tokens: 2,
+            ..Shape::tiny(Family::Llama)
+        }),
+        &[],
+        |d| {
+            d.tamper = |call| {
+                if let ggml_flashrt::window::KernelCall::QkvTail(_) = call {
+                    panic!("planted");
+                }
+            };
+        },
+    );
     let (host, graph) = (b.owned.host(), b.owned.graph());
     std::panic::set_hook(Box::new(|_| {}));
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -258,9 +311,18 @@ fn a_panic_in_a_window_switches_off_that_window_only() {
 
 #[test]
 fn concurrent_regions_keep_windows_within_a_branch() {
-    let mut record = model(Shape { n_tokens: 1, ..Shape::tiny(Family::Llama) });
+    let mut record = model(Shape {
+        n_tokens: 1,
+        ..Shape::tiny(Family::Llama)
+    });
     let id = |r: &GraphRecord, name: &str| r.tensors.iter().position(|t| t.name == name).unwrap();
-    for (name, branch) in [("Qcur-0", 1), ("Qcur-0_rope", 1), ("Vcur-0", 2), ("Kcur-0", 3), ("Kcur-0_rope", 3)] {
+    for (name, branch) in [
+        ("Qcur-0", 1),
+        ("Qcur-0_rope", 1),
+        ("Vcur-0", 2),
+        ("Kcur-0", 3),
+        ("Kcur-0_rope", 3),
+    ] {
         let id = id(&record, name);
         record.tensors[id].region = 16 + branch;
     }
@@ -274,18 +336,37 @@ fn concurrent_regions_keep_windows_within_a_branch() {
     assert_eq!(stats.windows[0].fired, 0, "QKV_GEMV would cross branches");
     assert_eq!(stats.windows[0].declined["concurrent region"], 1);
     let gemv = WINDOWS.iter().position(|w| w.name == "GEMV_RES").unwrap();
-    assert!(stats.windows[gemv].fired >= 3 + 3, "each branch's mat-vec still fires alone");
+    assert!(
+        stats.windows[gemv].fired >= 3 + 3,
+        "each branch's mat-vec still fires alone"
+    );
 }
 
 #[test]
 fn the_order_is_kept_where_qkv_fires_whatever_the_batch() {
     for n_tokens in [1, 7, 512] {
-        let record = model(Shape { n_tokens, n_kv: 512, ..Shape::small(Family::Llama) });
+        let record = model(Shape {
+            n_tokens,
+            n_kv: 512,
+            ..Shape::small(Family::Llama)
+        });
         let b = OwnedGraph::new(&record).unwrap();
-        let engine = Engine::new(Settings::from_vars([]), Box::new(FakeDevice::new(Memory::for_graph(&model(Shape::tiny(Family::Llama)), 1))));
+        let engine = Engine::new(
+            Settings::from_vars([]),
+            Box::new(FakeDevice::new(Memory::for_graph(
+                &model(Shape::tiny(Family::Llama)),
+                1,
+            ))),
+        );
         assert!(engine.graph_optimize(&b.host(), b.graph()), "{n_tokens}");
         let off = Settings::from_vars([("GGML_FLASHRT_NO_QKV_GEMV".to_owned(), "1".to_owned())]);
-        let engine = Engine::new(off, Box::new(FakeDevice::new(Memory::for_graph(&model(Shape::tiny(Family::Llama)), 1))));
+        let engine = Engine::new(
+            off,
+            Box::new(FakeDevice::new(Memory::for_graph(
+                &model(Shape::tiny(Family::Llama)),
+                1,
+            ))),
+        );
         assert!(!engine.graph_optimize(&b.host(), b.graph()), "{n_tokens}");
     }
 }
@@ -294,7 +375,10 @@ fn the_order_is_kept_where_qkv_fires_whatever_the_batch() {
 fn dumps_hold_each_distinct_graph_once_and_read_back() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("graphs.jsonl");
-    let record = model(Shape { n_tokens: 2, ..Shape::tiny(Family::Gemma3) });
+    let record = model(Shape {
+        n_tokens: 2,
+        ..Shape::tiny(Family::Gemma3)
+    });
     let b = bench_with(record.clone(), &[("GGML_FLASHRT_DUMP", path.to_str().unwrap())], |_| {});
     evaluate(&b);
     evaluate(&b);
@@ -305,13 +389,38 @@ fn dumps_hold_each_distinct_graph_once_and_read_back() {
     let (a, b) = (again.graph(), b.owned.graph());
     assert_eq!(a.len(), b.len());
     for (x, y) in a.nodes().zip(b.nodes()) {
-        assert_eq!((x.name(), x.ne(), x.nb(), x.data(), a.uses(x)), (y.name(), y.ne(), y.nb(), y.data(), b.uses(y)));
+        assert_eq!(
+            (x.name(), x.ne(), x.nb(), x.data(), a.uses(x)),
+            (y.name(), y.ne(), y.nb(), y.data(), b.uses(y))
+        );
         assert_eq!(x.raw().op_params, y.raw().op_params);
     }
 }
 
 #[test]
 fn an_unwritable_dump_is_said_and_harms_nothing() {
-    let b = bench_with(model(Shape { n_tokens: 2, ..Shape::tiny(Family::Llama) }), &[("GGML_FLASHRT_DUMP", "/nonexistent/x")], |_| {});
+    let b = bench_with(
+        model(Shape {
+            n_tokens: 2,
+            ..Shape::tiny(Family::Llama)
+        }),
+        &[("GGML_FLASHRT_DUMP", "/nonexistent/x")],
+        |_| {},
+    );
     assert!(evaluate(&b) > 0);
+}
+
+/// A server that is killed never comes to its exit handlers.
+#[test]
+fn the_statistics_file_is_there_while_the_process_runs() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("stats.json");
+    let record = model(Shape {
+        n_tokens: 2,
+        ..Shape::tiny(Family::Llama)
+    });
+    let b = bench_with(record, &[("GGML_FLASHRT_STATS", path.to_str().unwrap())], |_| {});
+    evaluate(&b);
+    let stats: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    assert_eq!(stats["windows"]["QKV_GEMV"]["fired"], 1);
 }

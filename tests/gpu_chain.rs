@@ -60,8 +60,6 @@ impl Weights {
             x_stride: self.k as i64,
             xq,
             glu: Glu::None as i32,
-            out_q: Q8::NONE,
-            tickets: std::ptr::null_mut(),
         }
     }
 }
@@ -75,8 +73,7 @@ struct Layer {
     q: Output<f32>,
     kv: Output<u16>,
     attn_out: Output<f32>,
-    ffq: Q8Output,
-    tickets: Buffer<i32>,
+    ff: Output<f32>,
     out: Output<f32>,
 }
 
@@ -91,8 +88,7 @@ impl Layer {
             q: row(),
             kv: gpu.output(2 * N_TOKENS * N_EMBD),
             attn_out: row(),
-            ffq: Q8Output::new(gpu, N_TOKENS, N_FF),
-            tickets: gpu.input(&[0; N_FF / 32]),
+            ff: gpu.output(N_TOKENS * N_FF),
             out: row(),
         }
     }
@@ -101,9 +97,9 @@ impl Layer {
         let stream = &gpu.stream;
         self.y
             .iter()
-            .chain([&self.z, &self.qkv, &self.q, &self.attn_out, &self.out])
+            .chain([&self.z, &self.qkv, &self.q, &self.attn_out, &self.ff, &self.out])
             .for_each(|b| b.reset(stream));
-        self.zq.iter().chain([&self.ffq]).for_each(|b| b.reset(stream));
+        self.zq.iter().for_each(|b| b.reset(stream));
         self.kv.reset(stream);
     }
 }
@@ -163,7 +159,7 @@ impl Model {
     fn run(&self, gpu: &Gpu, pdl: bool) -> Vec<u8> {
         self.layers.iter().for_each(|layer| layer.poison(gpu));
         let launch = gpu.launch(pdl);
-        let [proj, attn, gate, down, _] = [0, 1, 2, 3, 4].map(|i| &self.weights[i]);
+        let [proj, attn, gate] = [0, 1, 2].map(|i| &self.weights[i]);
         let (mut h, mut x) = (self.h.raw().cast_const(), self.x.raw().cast_const());
         for (i, layer) in self.layers.iter().enumerate() {
             norm(&self.norm(h, x, &layer.y[0], layer.z.raw(), &layer.zq[0]), launch).unwrap();
@@ -230,29 +226,20 @@ impl Model {
             .unwrap();
 
             let mut args = gate.arguments(std::ptr::null(), layer.zq[1].raw(), GemvSeg::NONE);
-            // F16 weights read f32, so every other layer hands the GLU's result on as f32.
-            let as_f32 = i % 2 == 1;
-            let glu_out = part(0);
             args.n_seg = 2;
-            args.seg[0] = gate.segment(glu_out);
+            args.seg[0] = gate.segment(layer.ff.raw());
             args.seg[1] = gate.segment(std::ptr::null_mut());
             args.glu = Glu::Geglu as i32;
-            args.out_q = layer.ffq.raw();
-            args.tickets = layer.tickets.raw().cast();
             gemv(&args, launch).unwrap();
 
-            let down = if as_f32 { down } else { &self.weights[4] };
-            let xq = if as_f32 { Q8::NONE } else { layer.ffq.raw() };
+            // F16 weights read the GLU's result as it is, Q5_0 quantises it.
+            let down = &self.weights[3 + i % 2];
             let segment = GemvSeg {
                 res: layer.y[1].raw(),
                 res_stride: N_EMBD as i64,
                 ..down.segment(layer.out.raw())
             };
-            gemv(
-                &down.arguments(if as_f32 { glu_out } else { std::ptr::null() }, xq, segment),
-                launch,
-            )
-            .unwrap();
+            gemv(&down.arguments(layer.ff.raw(), Q8::NONE, segment), launch).unwrap();
             (h, x) = (layer.out.raw(), layer.y[1].raw());
         }
         let last = &self.layers[LAYERS - 1];

@@ -123,7 +123,11 @@ impl Case {
             v_row_bytes: bytes_of(row, 2),
             v_head_bytes: bytes_of(d + PAD, 2),
             v_stream_bytes: bytes_of(s.n_kv * row, 2),
-            mask: if s.mask == Mask::None { std::ptr::null() } else { mask_dev.raw().cast_const().cast() },
+            mask: if s.mask == Mask::None {
+                std::ptr::null()
+            } else {
+                mask_dev.raw().cast_const().cast()
+            },
             mask_token_bytes: bytes_of(s.n_kv, 2),
             mask_stream_bytes: bytes_of(s.n_tokens * s.n_kv, 2),
             dst: dst.raw(),
@@ -140,14 +144,17 @@ impl Case {
             softcap: s.softcap,
         };
         let scratch = gpu.output::<f32>(dec_attn_scratch(&args) / 4);
-        let tickets = gpu.output_over(&vec![Some(0u32); s.units()]);
+        let tickets = gpu.output_over(&vec![Some(0i32); s.units()]);
         if s.max_splits > 1 {
-            (args.scratch, args.tickets) = (scratch.raw(), tickets.raw());
+            (args.scratch, args.tickets) = (scratch.raw(), tickets.raw().cast());
         }
         dec_attn(&args, gpu.launch(pdl)).unwrap_or_else(|e| panic!("{case}: {e}"));
         let got = dst.read(&gpu.stream);
 
-        let scoring = Scoring { scale: scale.into(), softcap: s.softcap.into() };
+        let scoring = Scoring {
+            scale: scale.into(),
+            softcap: s.softcap.into(),
+        };
         let mut want = Bounded::default();
         for stream in 0..s.n_streams {
             for t in 0..s.n_tokens {
@@ -170,8 +177,15 @@ impl Case {
 
         dst.reset(&gpu.stream);
         dec_attn(&args, gpu.launch(pdl)).unwrap();
-        assert_eq!(bytes(&dst.read(&gpu.stream)), bytes(&got), "{case}: a second launch gives something else");
-        assert!(tickets.read(&gpu.stream).iter().all(|&t| t == 0), "{case}: tickets are not left zero");
+        assert_eq!(
+            bytes(&dst.read(&gpu.stream)),
+            bytes(&got),
+            "{case}: a second launch gives something else"
+        );
+        assert!(
+            tickets.read(&gpu.stream).iter().all(|&t| t == 0),
+            "{case}: tickets are not left zero"
+        );
         scratch.read(&gpu.stream);
     }
 }
@@ -180,19 +194,48 @@ impl Case {
 fn gemma_and_llama_heads() {
     let Some(gpu) = Gpu::open() else { return };
     for n_kv in [256, 1024] {
-        GEMMA.run(&gpu, true);
         Case { n_kv, ..GEMMA }.run(&gpu, true);
-        Case { n_kv, head_dim: 128, n_heads: 32, n_heads_kv: 8, ..GEMMA }.run(&gpu, false);
+        Case {
+            n_kv,
+            head_dim: 128,
+            n_heads: 32,
+            n_heads_kv: 8,
+            ..GEMMA
+        }
+        .run(&gpu, false);
     }
-    Case { n_kv: 8192, head_dim: 128, n_heads: 8, n_heads_kv: 2, ..GEMMA }.run(&gpu, true);
+    Case {
+        n_kv: 8192,
+        head_dim: 128,
+        n_heads: 8,
+        n_heads_kv: 2,
+        ..GEMMA
+    }
+    .run(&gpu, true);
 }
 
 #[test]
 fn every_head_size_and_number_of_columns() {
     let Some(gpu) = Gpu::open() else { return };
     for head_dim in [64, 80, 96, 128, 256] {
-        for (n_heads, n_heads_kv, n_tokens) in [(2, 2, 1), (2, 1, 1), (3, 1, 1), (7, 1, 1), (4, 2, 4), (5, 1, 3), (16, 1, 1)] {
-            let case = Case { head_dim, n_heads, n_heads_kv, n_tokens, n_kv: 203, mask: Mask::Ragged, ..GEMMA };
+        for (n_heads, n_heads_kv, n_tokens) in [
+            (2, 2, 1),
+            (2, 1, 1),
+            (3, 1, 1),
+            (7, 1, 1),
+            (4, 2, 4),
+            (5, 1, 3),
+            (16, 1, 1),
+        ] {
+            let case = Case {
+                head_dim,
+                n_heads,
+                n_heads_kv,
+                n_tokens,
+                n_kv: 203,
+                mask: Mask::Ragged,
+                ..GEMMA
+            };
             case.run(&gpu, true);
         }
     }
@@ -203,8 +246,21 @@ fn few_keys_and_ragged_ends() {
     let Some(gpu) = Gpu::open() else { return };
     for n_kv in [1, 2, 3, 31, 32, 33, 63, 65, 129, 257] {
         for head_dim in [64, 128, 256] {
-            Case { n_kv, head_dim, mask: Mask::None, ..GEMMA }.run(&gpu, true);
-            Case { n_kv, head_dim, n_tokens: 2, n_streams: 2, ..GEMMA }.run(&gpu, true);
+            Case {
+                n_kv,
+                head_dim,
+                mask: Mask::None,
+                ..GEMMA
+            }
+            .run(&gpu, true);
+            Case {
+                n_kv,
+                head_dim,
+                n_tokens: 2,
+                n_streams: 2,
+                ..GEMMA
+            }
+            .run(&gpu, true);
         }
     }
 }
@@ -215,7 +271,15 @@ fn a_query_that_sees_nothing_gives_zero() {
     for (n_kv, max_splits) in [(40, 1), (300, 16)] {
         for head_dim in [64, 256] {
             // Zero bounds: the oracle allows nothing but zeros for the blind token.
-            Case { n_kv, head_dim, n_tokens: 2, mask: Mask::Blind, max_splits, ..GEMMA }.run(&gpu, true);
+            Case {
+                n_kv,
+                head_dim,
+                n_tokens: 2,
+                mask: Mask::Blind,
+                max_splits,
+                ..GEMMA
+            }
+            .run(&gpu, true);
         }
     }
 }
@@ -224,8 +288,20 @@ fn a_query_that_sees_nothing_gives_zero() {
 fn softcap_and_sharp_weights() {
     let Some(gpu) = Gpu::open() else { return };
     for sharpness in [0.1, 10.0, 200.0] {
-        Case { sharpness, n_kv: 500, ..GEMMA }.run(&gpu, true);
-        Case { sharpness, softcap: 50.0, n_heads: 8, n_heads_kv: 4, ..GEMMA }.run(&gpu, true);
+        Case {
+            sharpness,
+            n_kv: 500,
+            ..GEMMA
+        }
+        .run(&gpu, true);
+        Case {
+            sharpness,
+            softcap: 50.0,
+            n_heads: 8,
+            n_heads_kv: 4,
+            ..GEMMA
+        }
+        .run(&gpu, true);
     }
 }
 
@@ -287,11 +363,30 @@ fn what_it_cannot_do_is_refused() {
     };
     for (what, args) in [
         ("a head of 72", DecAttnArgs { head_dim: 72, ..good }),
-        ("heads that do not divide", DecAttnArgs { n_heads: 3, n_heads_kv: 2, ..good }),
+        (
+            "heads that do not divide",
+            DecAttnArgs {
+                n_heads: 3,
+                n_heads_kv: 2,
+                ..good
+            },
+        ),
         ("no keys", DecAttnArgs { n_kv: 0, ..good }),
         ("no tokens", DecAttnArgs { n_tokens: 0, ..good }),
-        ("a crooked stride", DecAttnArgs { k_row_bytes: 136, ..good }),
-        ("no values", DecAttnArgs { v: std::ptr::null(), ..good }),
+        (
+            "a crooked stride",
+            DecAttnArgs {
+                k_row_bytes: 136,
+                ..good
+            },
+        ),
+        (
+            "no values",
+            DecAttnArgs {
+                v: std::ptr::null(),
+                ..good
+            },
+        ),
         ("splits without scratch", DecAttnArgs { max_splits: 2, ..good }),
     ] {
         let refused = dec_attn(&args, gpu.launch(true));

@@ -70,9 +70,7 @@ fn mirrors_match_the_header() {
         x,
         x_stride,
         xq,
-        glu,
-        out_q,
-        tickets
+        glu
     );
     layout!(
         mirrors,

@@ -7,10 +7,9 @@ use ggml_flashrt::graph::dump::GraphRecord;
 use ggml_flashrt::graph::{BufferKind, DType, Op, OwnedGraph, FLAG_COMPUTE, FLAG_OUTPUT};
 use ggml_flashrt::kernel::QkvPart;
 use ggml_flashrt::window::engine::Engine;
-use ggml_flashrt::window::settings::Settings;
 use ggml_flashrt::window::{match_graph, KernelCall};
 use std::panic::{catch_unwind, AssertUnwindSafe};
-use support::machine::{difference, extent, run_fused, run_stock, run_with, FakeDevice, Memory};
+use support::machine::{all_on, difference, extent, run_fused, run_stock, run_with, FakeDevice, Memory};
 use support::model::{model, Family, Shape};
 
 /// A graph with one thing changed.
@@ -21,7 +20,12 @@ struct Mutant {
 }
 
 fn end_of_memory(r: &GraphRecord) -> u64 {
-    r.tensors.iter().map(|t| t.data + extent(t) as u64).max().unwrap().next_multiple_of(256)
+    r.tensors
+        .iter()
+        .map(|t| t.data + extent(t) as u64)
+        .max()
+        .unwrap()
+        .next_multiple_of(256)
 }
 
 fn is_result(r: &GraphRecord, id: usize) -> bool {
@@ -43,7 +47,11 @@ fn each(base: &GraphRecord, out: &mut Vec<Mutant>, what: &str, change: impl Fn(&
     for tensor in 0..base.tensors.len() {
         let mut record = base.clone();
         if change(&mut record, tensor) {
-            out.push(Mutant { what: format!("{what} of {:?}", base.tensors[tensor].name), tensor, record });
+            out.push(Mutant {
+                what: format!("{what} of {:?}", base.tensors[tensor].name),
+                tensor,
+                record,
+            });
         }
     }
 }
@@ -54,7 +62,11 @@ fn types(base: &GraphRecord, out: &mut Vec<Mutant>) {
             let t = &mut r.tensors[id];
             let float = |d: i32| [DType::F32, DType::F16, DType::BF16].iter().any(|&f| f as i32 == d);
             let weight = t.code == Op::None as u8 && t.ne[1] > 1 && (float(t.dtype) || t.dtype == DType::Q8_0 as i32);
-            let possible = if dtype == DType::Q8_0 { weight && t.ne[0] % 32 == 0 } else { weight || float(t.dtype) };
+            let possible = if dtype == DType::Q8_0 {
+                weight && t.ne[0] % 32 == 0
+            } else {
+                weight || float(t.dtype)
+            };
             if t.dtype == dtype as i32 || !possible || t.view_src.is_some() {
                 return false;
             }
@@ -131,7 +143,11 @@ fn params(base: &GraphRecord, out: &mut Vec<Mutant>) {
             }
             t.params.resize(16, 0);
             let old = f32::from_bits(t.params[i] as u32);
-            t.params[i] = if old.is_normal() { (old * 1.5 + 0.25).to_bits() as i32 } else { t.params[i] + 1 };
+            t.params[i] = if old.is_normal() {
+                (old * 1.5 + 0.25).to_bits() as i32
+            } else {
+                t.params[i] + 1
+            };
             true
         });
     }
@@ -141,14 +157,19 @@ fn operands(base: &GraphRecord, out: &mut Vec<Mutant>) {
     for slot in 0..3 {
         // Another tensor of the same shape and type that is there by then.
         each(base, out, &format!("operand {slot} exchanged"), |r, id| {
-            let Some(Some(src)) = r.tensors[id].src.get(slot).copied() else { return false };
+            let Some(Some(src)) = r.tensors[id].src.get(slot).copied() else {
+                return false;
+            };
             let position = |x: usize| r.nodes.iter().position(|&n| n == x);
             let me = position(id).unwrap();
             let alike = |x: &usize| {
                 let (a, b) = (&r.tensors[*x], &r.tensors[src]);
                 *x != src && *x != id && a.ne == b.ne && a.dtype == b.dtype && a.nb == b.nb
             };
-            let Some(other) = (0..r.tensors.len()).filter(|&x| position(x).is_none_or(|p| p < me)).find(alike) else {
+            let Some(other) = (0..r.tensors.len())
+                .filter(|&x| position(x).is_none_or(|p| p < me))
+                .find(alike)
+            else {
                 return false;
             };
             if Op::from_code(r.tensors[id].code).is_view() || r.tensors[id].view_src.is_some() {
@@ -160,7 +181,9 @@ fn operands(base: &GraphRecord, out: &mut Vec<Mutant>) {
             true
         });
         each(base, out, &format!("operand {slot} absent"), |r, id| {
-            let Some(Some(src)) = r.tensors[id].src.get(slot).copied() else { return false };
+            let Some(Some(src)) = r.tensors[id].src.get(slot).copied() else {
+                return false;
+            };
             if slot == 0 || Op::from_code(r.tensors[id].code).is_view() {
                 return false;
             }
@@ -171,12 +194,12 @@ fn operands(base: &GraphRecord, out: &mut Vec<Mutant>) {
     }
     each(base, out, "operands commuted", |r, id| {
         let t = &mut r.tensors[id];
-        let commutes = [Op::Add, Op::Mul].contains(&Op::from_code(t.code)) && t.src.len() == 2;
-        if commutes {
-            t.src.swap(0, 1);
+        if ![Op::Add, Op::Mul].contains(&Op::from_code(t.code)) || t.src.len() != 2 {
+            return false;
         }
-        commutes && r.tensors[r.tensors[id].src[0].unwrap()].ne == r.tensors[id].ne
-            || commutes && r.tensors[id].ne[1..] == [1, 1, 1]
+        t.src.swap(0, 1);
+        let (ne, first) = (t.ne, t.src[0].unwrap());
+        ne[1..] == [1, 1, 1] || r.tensors[first].ne == ne
     });
 }
 
@@ -191,7 +214,12 @@ fn readers(base: &GraphRecord, out: &mut Vec<Mutant>) {
         (reader.params, reader.src) = (vec![2f32.to_bits() as i32], vec![Some(id)]);
         (reader.flags, reader.data) = (FLAG_COMPUTE | FLAG_OUTPUT, end_of_memory(r));
         let ne = reader.ne;
-        reader.nb = [4, 4 * ne[0] as usize, 4 * (ne[0] * ne[1]) as usize, 4 * (ne[0] * ne[1] * ne[2]) as usize];
+        reader.nb = [
+            4,
+            4 * ne[0] as usize,
+            4 * (ne[0] * ne[1]) as usize,
+            4 * (ne[0] * ne[1] * ne[2]) as usize,
+        ];
         r.tensors.push(reader);
         r.tensors[id].uses += 1;
         let new = r.tensors.len() - 1;
@@ -220,8 +248,14 @@ fn readers(base: &GraphRecord, out: &mut Vec<Mutant>) {
 fn nodes(base: &GraphRecord, out: &mut Vec<Mutant>) {
     each(base, out, "node dropped", |r, id| {
         let t = r.tensors[id].clone();
-        let Some(Some(src)) = t.src.first().copied() else { return false };
-        if !r.nodes.contains(&id) || r.tensors[src].ne != t.ne || r.tensors[src].dtype != t.dtype || t.view_src.is_some() {
+        let Some(Some(src)) = t.src.first().copied() else {
+            return false;
+        };
+        if !r.nodes.contains(&id)
+            || r.tensors[src].ne != t.ne
+            || r.tensors[src].dtype != t.dtype
+            || t.view_src.is_some()
+        {
             return false;
         }
         r.nodes.retain(|&n| n != id);
@@ -244,7 +278,9 @@ fn nodes(base: &GraphRecord, out: &mut Vec<Mutant>) {
         true
     });
     each(base, out, "node inserted after", |r, id| {
-        let Some(position) = r.nodes.iter().position(|&n| n == id) else { return false };
+        let Some(position) = r.nodes.iter().position(|&n| n == id) else {
+            return false;
+        };
         if r.tensors[id].dtype != 0 || !is_result(r, id) || r.tensors.iter().any(|t| t.view_src == Some(id)) {
             return false;
         }
@@ -273,7 +309,10 @@ fn addresses(base: &GraphRecord, out: &mut Vec<Mutant>) {
     for &id in &results {
         let me = base.nodes.iter().position(|&n| n == id).unwrap();
         let near = &base.nodes[me.saturating_sub(16)..=me];
-        let mut inputs: Vec<usize> = near.iter().flat_map(|&n| base.tensors[n].src.iter().flatten().copied()).collect();
+        let mut inputs: Vec<usize> = near
+            .iter()
+            .flat_map(|&n| base.tensors[n].src.iter().flatten().copied())
+            .collect();
         inputs.sort_unstable();
         inputs.dedup();
         for input in inputs {
@@ -281,14 +320,18 @@ fn addresses(base: &GraphRecord, out: &mut Vec<Mutant>) {
             // ggml's allocator never makes such a one.
             let root = base.tensors[input].view_src.unwrap_or(input);
             let bytes = |x: usize| base.tensors[x].view_src.unwrap_or(x);
-            let read_later = base.nodes[me + 1..].iter().any(|&n| {
-                base.tensors[n].src.iter().flatten().any(|&s| bytes(s) == root)
-            });
+            let read_later = base.nodes[me + 1..]
+                .iter()
+                .any(|&n| base.tensors[n].src.iter().flatten().any(|&s| bytes(s) == root));
             let persistent = base.tensors[root].name.starts_with("cache");
             if root == id || read_later || persistent {
                 continue;
             }
-            for (how, offset) in [("exactly over", 0i64), ("partly over", 64), ("just before", -(extent(&base.tensors[id]) as i64))] {
+            for (how, offset) in [
+                ("exactly over", 0i64),
+                ("partly over", 64),
+                ("just before", -(extent(&base.tensors[id]) as i64)),
+            ] {
                 let mut record = base.clone();
                 let address = (base.tensors[input].data as i64 + offset) as u64;
                 move_to(&mut record, id, address);
@@ -296,12 +339,18 @@ fn addresses(base: &GraphRecord, out: &mut Vec<Mutant>) {
                 let range = |t: &ggml_flashrt::graph::dump::TensorRecord| t.data..t.data + extent(t) as u64;
                 let mine = range(&record.tensors[id]);
                 let others = (0..record.tensors.len()).filter(|&x| ![root, id].contains(&bytes(x)));
-                let clean = others.map(|x| range(&record.tensors[x])).all(|r| r.start >= mine.end || mine.start >= r.end);
+                let clean = others
+                    .map(|x| range(&record.tensors[x]))
+                    .all(|r| r.start >= mine.end || mine.start >= r.end);
                 if !clean {
                     continue;
                 }
                 let what = format!("{:?} {how} {:?}", base.tensors[id].name, base.tensors[input].name);
-                out.push(Mutant { what, tensor: id, record });
+                out.push(Mutant {
+                    what,
+                    tensor: id,
+                    record,
+                });
             }
         }
     }
@@ -334,7 +383,11 @@ fn verdict(base_sites: usize, mutant: &Mutant, memory: &Memory) -> Result<bool, 
     let stock = catch_unwind(AssertUnwindSafe(|| run_stock(record, memory)));
     let Ok(stock) = stock else {
         // The interpreter does not know what this means, so no window may claim to.
-        return if touches(record, mutant.tensor, true) { Err("fires on what nobody defines".into()) } else { Ok(false) };
+        return if touches(record, mutant.tensor, true) {
+            Err("fires on what nobody defines".into())
+        } else {
+            Ok(false)
+        };
     };
     if mutant.what.starts_with("foreign") && touches(record, mutant.tensor, false) {
         return Err("fires on a foreign buffer".into());
@@ -347,7 +400,10 @@ fn verdict(base_sites: usize, mutant: &Mutant, memory: &Memory) -> Result<bool, 
 }
 
 fn check_family(family: Family, n_tokens: i64) {
-    let base = model(Shape { n_tokens, ..Shape::tiny(family) });
+    let base = model(Shape {
+        n_tokens,
+        ..Shape::tiny(family)
+    });
     let memory = Memory::for_graph(&base, 3);
     let sites = run_fused(&base, &memory).taken.len();
     assert!(sites >= 5);
@@ -363,8 +419,17 @@ fn check_family(family: Family, n_tokens: i64) {
     }
     let _ = std::panic::take_hook();
     println!("{family:?}, {n_tokens} tokens: {unchanged} still fire everywhere, {fewer} decline somewhere");
-    assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), unchanged + fewer + wrong.len(), wrong.join("\n"));
-    assert!(unchanged > 50 && fewer > 200, "the mutations lost their teeth: {unchanged}, {fewer}");
+    assert!(
+        wrong.is_empty(),
+        "{} of {}:\n{}",
+        wrong.len(),
+        unchanged + fewer + wrong.len(),
+        wrong.join("\n")
+    );
+    assert!(
+        unchanged > 50 && fewer > 200,
+        "the mutations lost their teeth: {unchanged}, {fewer}"
+    );
 }
 
 #[test]
@@ -390,10 +455,14 @@ fn gemma3_mutants() {
 /// The comparison above must notice a kernel that does the wrong thing.
 #[test]
 fn planted_faults_are_noticed() {
-    let base = model(Shape { n_tokens: 2, ..Shape::tiny(Family::Gemma3) });
+    let base = model(Shape {
+        n_tokens: 2,
+        ..Shape::tiny(Family::Gemma3)
+    });
     let memory = Memory::for_graph(&base, 3);
     let stock = run_stock(&base, &memory);
-    let faults: [(&str, fn(&mut KernelCall)); 8] = [
+    type Tamper = fn(&mut KernelCall);
+    let faults: [(&str, Tamper); 8] = [
         ("eps of the first norm", |c| {
             if let KernelCall::Norm(a) = c {
                 a.eps1 = 100.0;
@@ -439,8 +508,11 @@ fn planted_faults_are_noticed() {
         }),
     ];
     for (what, tamper) in faults {
-        let device = FakeDevice { tamper, ..FakeDevice::new(memory.clone()) };
-        let engine = Engine::new(Settings::from_vars([]), Box::new(device.clone()));
+        let device = FakeDevice {
+            tamper,
+            ..FakeDevice::new(memory.clone())
+        };
+        let engine = Engine::new(all_on(), Box::new(device.clone()));
         let owned = OwnedGraph::new(&base).unwrap();
         let run = catch_unwind(AssertUnwindSafe(|| run_with(&engine, &device, &owned, &base)));
         let noticed = run.map_or(true, |run| difference(&base, &stock, &run.memory).is_some());

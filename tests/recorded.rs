@@ -16,7 +16,9 @@ use std::io::Read;
 fn recorded(name: &str) -> Vec<GraphRecord> {
     let path = format!("{}/tests/fixtures/graphs/{name}.jsonl.gz", env!("CARGO_MANIFEST_DIR"));
     let mut text = String::new();
-    flate2::read::GzDecoder::new(std::fs::File::open(&path).unwrap()).read_to_string(&mut text).unwrap();
+    flate2::read::GzDecoder::new(std::fs::File::open(&path).unwrap())
+        .read_to_string(&mut text)
+        .unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
@@ -36,19 +38,41 @@ fn counts(graph: &GraphRecord, off: &[&str]) -> (Vec<usize>, usize, usize) {
 }
 
 fn decode_graphs(model: &str, variant: &str) -> Vec<GraphRecord> {
-    recorded(&format!("{model}-{variant}")).into_iter().filter(|g| n_tokens(g) <= 2).collect()
+    recorded(&format!("{model}-{variant}"))
+        .into_iter()
+        .filter(|g| n_tokens(g) <= 2)
+        .collect()
 }
 
 /// Windows, in this order: QKV_GEMV, SANDWICH_NORM, ADD_NORM, GLU_GEMV, DEC_ATTN, GEMV_RES.
 fn check(model: &str, fired: [usize; 6], edges: (usize, usize)) {
     let names: Vec<&str> = WINDOWS.iter().map(|w| w.name).collect();
-    assert_eq!(names, ["QKV_GEMV", "SANDWICH_NORM", "ADD_NORM", "GLU_GEMV", "DEC_ATTN", "GEMV_RES"]);
+    assert_eq!(
+        names,
+        [
+            "QKV_GEMV",
+            "SANDWICH_NORM",
+            "ADD_NORM",
+            "GLU_GEMV",
+            "DEC_ATTN",
+            "GEMV_RES"
+        ]
+    );
     for variant in ["default", "graph-opt"] {
         let graphs = decode_graphs(model, variant);
-        assert_eq!(graphs.iter().map(n_tokens).collect::<Vec<_>>(), [1, 2], "{model} {variant}");
+        assert_eq!(
+            graphs.iter().map(n_tokens).collect::<Vec<_>>(),
+            [1, 2],
+            "{model} {variant}"
+        );
         for graph in &graphs {
             let (got, made, dropped) = counts(graph, &[]);
-            assert_eq!((got, (made, dropped)), (fired.to_vec(), edges), "{model} {variant}, {} tokens", n_tokens(graph));
+            assert_eq!(
+                (got, (made, dropped)),
+                (fired.to_vec(), edges),
+                "{model} {variant}, {} tokens",
+                n_tokens(graph)
+            );
         }
     }
 }
@@ -57,20 +81,19 @@ fn check(model: &str, fired: [usize; 6], edges: (usize, usize)) {
 fn gemma3() {
     // 6 layers: a QKV and a GLU each, output and down projection, and the output matrix. Two sandwiches a layer, but in the last
     // the gather of the residual's rows of interest stands between the norm after attention and the addition.
-    // Hand-offs: every norm but the first layer's own, and every GLU. The final norm is an output of the graph as well, and a GLU
-    // always writes its f32 form.
-    check("gemma3-270m", [6, 11, 1, 6, 6, 13], (12 + 6, 11));
+    // Hand-offs: every norm but the first layer's own. The final norm is an output of the graph as well.
+    check("gemma3-270m", [6, 11, 1, 6, 6, 13], (12, 11));
 }
 
 #[test]
 fn llama() {
     // Two additions a layer, each with the norm behind it: all four norms but the first layer's own hand over.
-    check("llama-8b", [2, 0, 4, 2, 2, 5], (4 + 2, 3));
+    check("llama-8b", [2, 0, 4, 2, 2, 5], (4, 3));
 }
 
 #[test]
 fn qwen3() {
-    check("qwen3-4b", [2, 0, 4, 2, 2, 5], (4 + 2, 3));
+    check("qwen3-4b", [2, 0, 4, 2, 2, 5], (4, 3));
 }
 
 #[test]
@@ -89,7 +112,10 @@ fn prefill_takes_norms() {
         ("qwen3-4b", [0, 0, 4, 1, 0, 2]),
         ("qwen3-moe", [0, 0, 4, 0, 0, 1]),
     ] {
-        let graphs: Vec<_> = recorded(&format!("{model}-default")).into_iter().filter(|g| n_tokens(g) > 40).collect();
+        let graphs: Vec<_> = recorded(&format!("{model}-default"))
+            .into_iter()
+            .filter(|g| n_tokens(g) > 40)
+            .collect();
         assert_eq!(graphs.iter().map(n_tokens).collect::<Vec<_>>(), [48, 96], "{model}");
         for graph in graphs {
             assert_eq!(counts(&graph, &[]).0, fired, "{model}, {} tokens", n_tokens(&graph));
@@ -110,7 +136,10 @@ fn concurrent_regions_are_respected() {
             }
             regions += 1;
             let matched = match_graph(graph, host, |_| true);
-            assert!(matched.sites.iter().all(|s| s.window().name != "QKV_GEMV"), "{model}: would cross branches");
+            assert!(
+                matched.sites.iter().all(|s| s.window().name != "QKV_GEMV"),
+                "{model}: would cross branches"
+            );
             for site in &matched.sites {
                 let branches: Vec<Region> = (site.m.start..site.m.end)
                     .map(|i| host.region(graph.node(i)))
@@ -118,7 +147,10 @@ fn concurrent_regions_are_respected() {
                     .collect();
                 assert!(branches.windows(2).all(|w| w[0] == w[1]), "{model}");
             }
-            assert!(edges(&matched, graph, host).is_empty(), "{model}: nodes may still change order");
+            assert!(
+                edges(&matched, graph, host).is_empty(),
+                "{model}: nodes may still change order"
+            );
         }
         assert!(regions > 0, "{model}: the fixture holds no region");
     }
@@ -130,7 +162,10 @@ fn hand_offs_follow_the_switches() {
     for model in ["gemma3-270m", "llama-8b"] {
         for graph in decode_graphs(model, "default") {
             for off in 0u32..64 {
-                let names: Vec<&str> = (0..6).filter(|w| off & (1 << w) != 0).map(|w| WINDOWS[w as usize].name).collect();
+                let names: Vec<&str> = (0..6)
+                    .filter(|w| off & (1 << w) != 0)
+                    .map(|w| WINDOWS[w as usize].name)
+                    .collect();
                 let owned = OwnedGraph::new(&graph).unwrap();
                 let matched = match_graph(owned.graph(), owned.host(), |w| !names.contains(&WINDOWS[w].name));
                 for edge in edges(&matched, owned.graph(), owned.host()) {

@@ -139,7 +139,6 @@ __global__ void __launch_bounds__(kThreads, NC > 4 ? 1 : 2)
     __shared__ float  bias[kWarps][kRows * L::kGroups][NC];
     __shared__ bool is_last;
 
-    pdl_launch_dependents();
     const int warp = threadIdx.x / 32;
     const int group = threadIdx.x % 32 / L::kLanes;
     const int lane = threadIdx.x % L::kLanes;

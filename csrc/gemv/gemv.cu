@@ -47,9 +47,6 @@ bool acceptable(const frt_gemv_args & a) {
     if (glu && a.seg[0].n_rows != a.seg[1].n_rows) {
         return false;
     }
-    if (a.out_q.qs != nullptr && (!glu || a.tickets == nullptr || a.seg[0].n_rows % kQ8Block != 0)) {
-        return false;
-    }
     if (f.q8 && a.xq.qs != nullptr) {
         return aligned(a.xq.qs, 16) && aligned(a.xq.ds, 8);
     }

@@ -2,9 +2,9 @@
 // Mat-vec of one to eight tokens, in one kernel for all weight formats.
 //
 //   dst[t][r] = sum_k w[r][k] * x[t][k] (+ bias[r]) (+ res[t][r])          up to three w of one format and one x
-//   dst[t][r] = act(gate[r] . x[t]) * (up[r] . x[t])                       as f32, as q8 blocks, or both
+//   dst[t][r] = act(gate[r] . x[t]) * (up[r] . x[t])
 //
-// Replaces: quantising the activations, MUL_MAT x 1..3, ADD (bias), ADD (residual), GLU, and quantising the GLU's result.
+// Replaces: quantising the activations, MUL_MAT x 1..3, ADD (bias), ADD (residual), GLU.
 // Shapes, strides and types: flashrt_kernels.h. sm_80 and up. Sums in f32; integer dot products inside a block, as in ggml.
 //
 // A mat-vec is done when its weights have been read, so all that matters is to have enough bytes on their way: 4.15 TB/s
@@ -15,9 +15,6 @@
 //
 // LANES lanes work on one row at a time, or on ROWS rows at once to share the loads of activations. 32 lanes suit most
 // shapes; 8 suit very many short rows, where 32 would leave lanes idle and spend the time in reductions.
-//
-// Blocks for the next mat-vec: each group of 32 rows of a GLU has a ticket that counts the rows stored, and the warp that stores
-// the last of them quantises all 32. So rows are spread over the machine the same way with and without q8 output.
 //
 // Shared memory: 8 rings of at most 8.75 KB, and the activations (a byte a value, 4 for F16/BF16, and 8 bytes per block of 32).
 // Registers: at most 80 for one token, 128 for more; no spills.
@@ -70,12 +67,6 @@ __device__ __forceinline__ void copy_16(uint32_t to_shared, const uint8_t * from
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void copies_wait_until_pending() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
-__device__ __forceinline__ uint32_t add_acq_rel(uint32_t * counter, uint32_t n) {
-    uint32_t before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(n) : "memory");
-    return before;
 }
 
 // ggml's definitions (ops.cpp, unary.cu), of f32.
@@ -210,43 +201,11 @@ template <int TOKENS, int LANES, int ROWS> __device__ __forceinline__ Output out
     return o;
 }
 
-// Counts `rows` rows of a group of 32 that this warp has stored. True in the warp that completes the group: it sees all 32 rows
-// (release by every warp, acquire by the last), and has left the ticket at zero for the next launch.
-__device__ __forceinline__ bool completes_group(uint32_t * ticket, uint32_t rows) {
-    __syncwarp();
-    uint32_t before = 0;
-    if (threadIdx.x % 32 == 0) {
-        before = add_acq_rel(ticket, rows);
-        if (before + rows == kQ8Block) {
-            *ticket = 0;
-        }
-    }
-    return __shfl_sync(kAllLanes, before, 0) + rows == kQ8Block;
-}
-
-// Quantises 32 finished rows of a GLU's result, of every token. Other SMs wrote them: past this one's L1.
-__device__ __forceinline__ void quantise_group(const frt_gemv_args & a, int block) {
-    const frt_gemv_seg & seg = a.seg[0];
-    const int lane = threadIdx.x % 32;
-    for (int t = 0; t < a.n_tokens; ++t) {
-        float2 ds;
-        const int8_t q = q8_from_warp(__ldcg(seg.dst + t * seg.dst_stride + block * kQ8Block + lane), ds);
-        const int64_t at = static_cast<int64_t>(t) * (seg.n_rows / kQ8Block) + block;
-        a.out_q.qs[at * kQ8Block + lane] = q;
-        if (lane == 0) {
-            reinterpret_cast<float2 *>(a.out_q.ds)[at] = ds;
-        }
-    }
-}
-
 template <typename W, int TOKENS, int LANES, int ROWS, int STAGES>
 __global__ void __launch_bounds__(kWarps * 32, resident_blocks(TOKENS)) gemv_kernel(const __grid_constant__ GemvParams p) {
     using S = Stage<W, LANES, ROWS>;
     static_assert(S::kUsable);
-    constexpr int kGroups = 32 / LANES;
     extern __shared__ __align__(128) uint8_t smem[];
-
-    pdl_launch_dependents();
 
     const frt_gemv_args & a = p.args;
     const int warp = threadIdx.x / 32;
@@ -310,8 +269,8 @@ __global__ void __launch_bounds__(kWarps * 32, resident_blocks(TOKENS)) gemv_ker
     Acts x[TOKENS];
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
-        const int token = min(t, a.n_tokens - 1);  // tokens beyond the last are computed like it and not stored
-        x[t] = {acts + token * p.acts_bytes, acts_ds + token * (a.k / kQ8Block), p.n_units * 16};
+        const int token = t < a.n_tokens ? t : 0;  // tokens beyond the last are computed like the first and not stored
+        x[t] = {acts + token * p.acts_bytes, acts_ds + token * a.k / kQ8Block, p.n_units * 16};
     }
 
     int slot_bytes = 0;
@@ -369,15 +328,6 @@ __global__ void __launch_bounds__(kWarps * 32, resident_blocks(TOKENS)) gemv_ker
         const frt_gemv_seg & seg = a.seg[out.mine ? out.at.seg : 0];
         if (out.mine) {
             seg.dst[out.token * seg.dst_stride + out.at.row] = value;
-        }
-
-        if (a.out_q.qs != nullptr) {
-            constexpr int kTileRows = kGroups * ((ROWS + 1) / 2);  // a GLU has an even number of ROWS
-            static_assert(kQ8Block % kTileRows == 0, "a tile lies within one group of 32 rows");
-            const int block = tile * kTileRows / kQ8Block;
-            if (completes_group(a.tickets + block, kTileRows)) {
-                quantise_group(a, block);
-            }
         }
     }
 }

@@ -82,7 +82,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_kernel(const __grid_const
     using LateLoad = std::conditional_t<kAligned, ConstantLoad, PlainLoad>;
     const auto late = [&](const float * w, int j) { return load_quad<LateLoad, kAligned>(w, column(j), n); };
 
-    pdl_launch_dependents();
     float4 w1[kHeld], w2[kHeld];
     if constexpr (kEarly) {
 #pragma unroll

@@ -36,7 +36,6 @@ __device__ __forceinline__ void store(char * head, int type, int i, float v) {
 __global__ void __launch_bounds__(kMaxHeadDim / 2)
     qkv_tail_kernel(const __grid_constant__ frt_qkv_tail_args a, float theta_scale) {
     __shared__ float scratch[32];
-    pdl_launch_dependents();
     int head = blockIdx.x;
     int index = 0;
     while (head >= a.part[index].n_heads) {

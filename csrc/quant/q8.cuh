@@ -59,12 +59,4 @@ __device__ __forceinline__ Q8Octet q8_from_4_lanes(float4 lo, float4 hi) {
     return {q, make_float2(scale.d, scale.d * static_cast<float>(sum))};
 }
 
-// Quantises a block held by a warp, one value per lane. q of this lane; ds of the block.
-__device__ __forceinline__ int8_t q8_from_warp(float x, float2 & ds) {
-    const Q8Scale scale(lanes_max<32>(fabsf(x)));
-    const int     q = scale.quant(x);
-    ds = make_float2(scale.d, scale.d * static_cast<float>(lanes_sum<32>(q)));
-    return static_cast<int8_t>(q);
-}
-
 }  // namespace frt

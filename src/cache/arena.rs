@@ -1,7 +1,6 @@
 //! Blocks of device memory that grow and never move. A captured CUDA graph may hold any address the arena ever gave out, so
 //! blocks are freed only with the context they belong to.
 
-
 /// Where blocks come from.
 pub trait BlockSource {
     /// A new block of device memory, or why there is none. Its first `zeroed` bytes are set to zero on
@@ -22,7 +21,10 @@ pub struct Block {
 
 impl Block {
     fn at(address: usize) -> Block {
-        Block { tickets: address, scratch: address + TICKET_BYTES }
+        Block {
+            tickets: address,
+            scratch: address + TICKET_BYTES,
+        }
     }
 }
 
@@ -97,7 +99,10 @@ mod tests {
         let small = arena.reserve(100, &source, 0).unwrap();
         let large = arena.reserve(8 << 20, &source, 0).unwrap();
         assert_ne!(small, large);
-        assert!(source.0.borrow().1.contains(&small.tickets), "a captured graph may still use it");
+        assert!(
+            source.0.borrow().1.contains(&small.tickets),
+            "a captured graph may still use it"
+        );
         assert_eq!(arena.reserve(100, &source, 0).unwrap(), large);
     }
 

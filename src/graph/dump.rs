@@ -67,9 +67,20 @@ pub struct GraphRecord {
 impl GraphRecord {
     /// Records a graph of the host.
     pub fn capture(host: HostView, graph: GraphRef) -> GraphRecord {
-        let mut recorder = Recorder { host, graph, tensors: Vec::new(), index: HashMap::new() };
+        let mut recorder = Recorder {
+            host,
+            graph,
+            tensors: Vec::new(),
+            index: HashMap::new(),
+        };
         let nodes = graph.nodes().map(|t| recorder.add(t)).collect();
-        GraphRecord { uid: graph.uid(), device: host.device(), cc: host.cc(), tensors: recorder.tensors, nodes }
+        GraphRecord {
+            uid: graph.uid(),
+            device: host.device(),
+            cc: host.cc(),
+            tensors: recorder.tensors,
+            nodes,
+        }
     }
 
     /// One line of a dump file.
@@ -83,7 +94,10 @@ impl GraphRecord {
         let mut hasher = std::collections::hash_map::DefaultHasher::new();
         self.nodes.hash(&mut hasher);
         for t in &self.tensors {
-            (t.code, t.dtype, t.ne, t.nb, &t.src, t.view_src, t.uses, t.region, &t.params).hash(&mut hasher);
+            (
+                t.code, t.dtype, t.ne, t.nb, &t.src, t.view_src, t.uses, t.region, &t.params,
+            )
+                .hash(&mut hasher);
         }
         hasher.finish()
     }
@@ -103,7 +117,10 @@ impl Recorder<'_> {
             return index;
         }
         let op = self.graph.op(t);
-        let last_src = (0..super::raw::MAX_SRC).rev().find(|&i| t.src(i).is_some()).map_or(0, |i| i + 1);
+        let last_src = (0..super::raw::MAX_SRC)
+            .rev()
+            .find(|&i| t.src(i).is_some())
+            .map_or(0, |i| i + 1);
         let src = (0..last_src).map(|i| t.src(i).map(|s| self.add(s))).collect();
         let view_src = t.view_src().map(|v| self.add(v));
         let params = &t.raw().op_params;
@@ -111,7 +128,11 @@ impl Recorder<'_> {
         let index = self.tensors.len();
         self.tensors.push(TensorRecord {
             name: t.name(),
-            op: if op == Op::Other { self.host.op_name(t.raw().op) } else { op.name().to_owned() },
+            op: if op == Op::Other {
+                self.host.op_name(t.raw().op)
+            } else {
+                op.name().to_owned()
+            },
             code: op as u8,
             dtype: t.raw().dtype,
             ne: t.ne(),

@@ -107,7 +107,10 @@ impl<'h> HostView<'h> {
     /// Where a tensor's bytes live; foreign when the host cannot say.
     pub fn buffer_kind(self, t: Tensor) -> BufferKind {
         // SAFETY: the callback takes the host's own tensor.
-        let kind = self.0.buffer_kind.map(|f| unsafe { f(self.0.user, t.address() as *const c_void) });
+        let kind = self
+            .0
+            .buffer_kind
+            .map(|f| unsafe { f(self.0.user, t.address() as *const c_void) });
         match kind {
             Some(k) if k == FlashrtBufferKind::Own as i32 => BufferKind::Own,
             Some(k) if k == FlashrtBufferKind::OwnWeights as i32 => BufferKind::OwnWeights,
@@ -118,7 +121,10 @@ impl<'h> HostView<'h> {
     /// Region of a node.
     pub fn region(self, t: Tensor) -> Region {
         // SAFETY: as for `buffer_kind`.
-        let region = self.0.region.map_or(0, |f| unsafe { f(self.0.user, t.address() as *const c_void) });
+        let region = self
+            .0
+            .region
+            .map_or(0, |f| unsafe { f(self.0.user, t.address() as *const c_void) });
         match region {
             r if r == FlashrtRegion::Fork as i32 => Region::Fork,
             r if r == FlashrtRegion::Join as i32 => Region::Join,

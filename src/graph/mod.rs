@@ -105,7 +105,11 @@ impl<'g> Tensor<'g> {
                 return false;
             }
             let n = self.0.ne[d] as usize;
-            expected = if d == 0 { dtype.block_bytes() * (n / dtype.block_len()) } else { expected * n };
+            expected = if d == 0 {
+                dtype.block_bytes() * (n / dtype.block_len())
+            } else {
+                expected * n
+            };
         }
         true
     }
@@ -171,7 +175,9 @@ impl<'g> Tensor<'g> {
     pub fn name(self) -> String {
         // SAFETY: the array is ours to read whole; a name without NUL reads as empty.
         let bytes = unsafe { std::slice::from_raw_parts(self.0.name.as_ptr().cast::<u8>(), self.0.name.len()) };
-        CStr::from_bytes_until_nul(bytes).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
+        CStr::from_bytes_until_nul(bytes)
+            .map(|s| s.to_string_lossy().into_owned())
+            .unwrap_or_default()
     }
 }
 
@@ -187,7 +193,10 @@ impl<'g> OpTable<'g> {
 
     /// The operation with the host's number.
     pub fn get(self, number: i32) -> Op {
-        usize::try_from(number).ok().and_then(|n| self.0.get(n)).map_or(Op::Other, |&code| Op::from_code(code))
+        usize::try_from(number)
+            .ok()
+            .and_then(|n| self.0.get(n))
+            .map_or(Op::Other, |&code| Op::from_code(code))
     }
 }
 

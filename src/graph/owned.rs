@@ -68,11 +68,21 @@ impl OwnedGraph {
     /// Lays a record out as the host would.
     pub fn new(record: &GraphRecord) -> Result<OwnedGraph, BuildError> {
         let count = record.tensors.len();
-        let tensors: Result<Vec<RawTensor>, _> = record.tensors.iter().enumerate().map(|(i, t)| raw_tensor(i, t)).collect();
+        let tensors: Result<Vec<RawTensor>, _> = record
+            .tensors
+            .iter()
+            .enumerate()
+            .map(|(i, t)| raw_tensor(i, t))
+            .collect();
         let mut tensors = tensors?.into_boxed_slice();
         let address = |tensors: &mut Box<[RawTensor]>, from: usize, to: usize| {
             let name = record.tensors.get(from).map(|t| t.name.clone()).unwrap_or_default();
-            let dangling = BuildError::DanglingReference { tensor: from, name, reference: to, count };
+            let dangling = BuildError::DanglingReference {
+                tensor: from,
+                name,
+                reference: to,
+                count,
+            };
             tensors.get_mut(to).map(std::ptr::from_mut).ok_or(dangling)
         };
         for (i, t) in record.tensors.iter().enumerate() {
@@ -113,7 +123,11 @@ impl OwnedGraph {
             grad_accs: std::ptr::null_mut(),
             leafs: std::ptr::null_mut(),
             use_counts: use_counts.as_mut_ptr(),
-            visited: RawHashSet { size, used: used.as_mut_ptr(), keys: keys.as_mut_ptr() },
+            visited: RawHashSet {
+                size,
+                used: used.as_mut_ptr(),
+                keys: keys.as_mut_ptr(),
+            },
             order: 0,
             uid: record.uid,
         });
@@ -134,7 +148,15 @@ impl OwnedGraph {
             log: Some(no_log),
             user: std::ptr::null_mut(),
         });
-        Ok(OwnedGraph { tensors, _nodes: nodes, _used: used, _keys: keys, _use_counts: use_counts, graph, host })
+        Ok(OwnedGraph {
+            tensors,
+            _nodes: nodes,
+            _used: used,
+            _keys: keys,
+            _use_counts: use_counts,
+            graph,
+            host,
+        })
     }
 
     /// The graph as the engine sees it.
@@ -167,9 +189,16 @@ impl OwnedGraph {
 }
 
 fn raw_tensor(index: usize, t: &TensorRecord) -> Result<RawTensor, BuildError> {
-    let too_many = |what| BuildError::TooMany { tensor: index, name: t.name.clone(), what };
+    let too_many = |what| BuildError::TooMany {
+        tensor: index,
+        name: t.name.clone(),
+        what,
+    };
     let mut op_params = [0; OP_PARAMS];
-    op_params.get_mut(..t.params.len()).ok_or(too_many("parameters"))?.copy_from_slice(&t.params);
+    op_params
+        .get_mut(..t.params.len())
+        .ok_or(too_many("parameters"))?
+        .copy_from_slice(&t.params);
     if t.src.len() > MAX_SRC {
         return Err(too_many("operands"));
     }
@@ -232,8 +261,17 @@ impl Default for GraphBuilder {
 impl GraphBuilder {
     /// An empty graph for an sm_90 device.
     pub fn new() -> Self {
-        let record = GraphRecord { uid: 1, device: 0, cc: 90, tensors: Vec::new(), nodes: Vec::new() };
-        GraphBuilder { record, next_address: 1 << 20 }
+        let record = GraphRecord {
+            uid: 1,
+            device: 0,
+            cc: 90,
+            tensors: Vec::new(),
+            nodes: Vec::new(),
+        };
+        GraphBuilder {
+            record,
+            next_address: 1 << 20,
+        }
     }
 
     fn push(&mut self, name: &str, op: Op, dtype: DType, ne: [i64; 4], buffer: BufferKind) -> TensorId {

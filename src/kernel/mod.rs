@@ -197,10 +197,6 @@ pub struct GemvArgs {
     pub xq: Q8,
     /// A [`Glu`].
     pub glu: i32,
-    /// The GLU's result as q8 blocks too.
-    pub out_q: Q8,
-    /// `[n_rows / 32]`, needed by `out_q`: zero before the first launch, left zero by every launch.
-    pub tickets: *mut u32,
 }
 
 /// Which values of a head RoPE pairs.
@@ -393,7 +389,9 @@ pub struct DecAttnArgs {
 
 /// `columns` (tokens times heads that share keys) with those that a block of [`dec_attn`] carries along unused.
 pub fn dec_attn_columns(columns: usize) -> usize {
-    columns.next_power_of_two().min(columns.next_multiple_of(DEC_ATTN_COLUMNS))
+    columns
+        .next_power_of_two()
+        .min(columns.next_multiple_of(DEC_ATTN_COLUMNS))
 }
 
 /// Bytes of scratch that [`dec_attn`] needs; none when the keys stay in one piece.

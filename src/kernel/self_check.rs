@@ -6,6 +6,7 @@ use std::fmt::Display;
 use super::cudart::{current_device, set_device, Buffer, Stream};
 use super::*;
 use crate::reference::add_norm::add_norm;
+use crate::reference::dec_attn::{dec_attn as attention, Scoring};
 use crate::reference::gemv_res::gemv_res;
 use crate::reference::glu_gemv::glu_gemv;
 use crate::reference::qkv_gemv::Tail;
@@ -56,7 +57,13 @@ fn check_all(device: i32) -> Result<(), String> {
             .glu_gemv(dtype)
             .map_err(|e| format!("GLU mat-vec {}: {e}", dtype.name()))?;
     }
-    check.qkv_tail().map_err(|e| format!("QKV tail: {e}"))
+    check.qkv_tail().map_err(|e| format!("QKV tail: {e}"))?;
+    for head_dim in DEC_ATTN_HEAD_DIMS {
+        check
+            .dec_attn(head_dim)
+            .map_err(|e| format!("attention with heads of {head_dim}: {e}"))?;
+    }
+    Ok(())
 }
 
 struct Check {
@@ -160,8 +167,6 @@ impl Check {
             x_stride: K as i64,
             xq: Q8::NONE,
             glu: Glu::None as i32,
-            out_q: Q8::NONE,
-            tickets: std::ptr::null_mut(),
         };
         gemv(&args, self.launch).map_err(text)?;
         let matrix = Matrix {
@@ -209,8 +214,6 @@ impl Check {
             x_stride: K as i64,
             xq: Q8::NONE,
             glu: Glu::Swiglu as i32,
-            out_q: Q8::NONE,
-            tickets: std::ptr::null_mut(),
         };
         gemv(&args, self.launch).map_err(text)?;
         let [gate, up] = [gate, up].map(|bytes| Matrix {
@@ -270,5 +273,58 @@ impl Check {
             stored_as: DType::F32,
         };
         self.expect(&dst, &tail.apply(&Bounded::exact(&src), pos))
+    }
+
+    /// Two splits, so that their combination runs too.
+    fn dec_attn(&self, head_dim: i32) -> Result<(), String> {
+        const KEYS: usize = 200;
+        let dim = head_dim as usize;
+        let mut sample = Sample::new(5);
+        let q = sample.values(dim, 1.0);
+        let [k, v] = [(); 2].map(|_| sample.values(KEYS * dim, 1.0).into_iter().map(half::f16::from_f32));
+        let [k, v]: [Vec<half::f16>; 2] = [k.collect(), v.collect()];
+        let bits = |values: &[half::f16]| values.iter().map(|v| v.to_bits()).collect::<Vec<u16>>();
+        let (q_dev, k_dev, v_dev) = (self.upload(&q)?, self.upload(&bits(&k))?, self.upload(&bits(&v))?);
+        let (dst, tickets) = (self.output(dim)?, self.upload(&[0i32])?);
+        let (row_bytes, scale) = (2 * i64::from(head_dim), 0.125f32);
+        let mut args = DecAttnArgs {
+            q: q_dev.raw(),
+            q_token_bytes: 0,
+            q_head_bytes: 0,
+            q_stream_bytes: 0,
+            k: k_dev.raw().cast_const().cast(),
+            k_row_bytes: row_bytes,
+            k_head_bytes: 0,
+            k_stream_bytes: 0,
+            v: v_dev.raw().cast_const().cast(),
+            v_row_bytes: row_bytes,
+            v_head_bytes: 0,
+            v_stream_bytes: 0,
+            mask: std::ptr::null(),
+            mask_token_bytes: 0,
+            mask_stream_bytes: 0,
+            dst: dst.raw(),
+            scratch: std::ptr::null_mut(),
+            tickets: tickets.raw().cast(),
+            head_dim,
+            n_heads: 1,
+            n_heads_kv: 1,
+            n_tokens: 1,
+            n_kv: KEYS as i32,
+            n_streams: 1,
+            max_splits: 2,
+            scale,
+            softcap: 0.0,
+        };
+        let scratch = self.output(dec_attn_scratch(&args) / 4)?;
+        args.scratch = scratch.raw();
+        dec_attn(&args, self.launch).map_err(text)?;
+        let wide = |values: &[half::f16]| values.iter().map(|v| v.to_f64()).collect::<Vec<f64>>();
+        let scoring = Scoring {
+            scale: scale.into(),
+            softcap: 0.0,
+        };
+        let want = attention(&Bounded::exact(&q), scoring, &wide(&k), &wide(&v), &[0.0; KEYS]);
+        self.expect(&dst, &want.values)
     }
 }

@@ -27,12 +27,22 @@ pub struct Attended {
 /// along `v - result`. The products of a score are added in at least 8 lanes, the rows of V in at least 8 parts.
 pub fn dec_attn(q: &Bounded, scoring: Scoring, k: &[f64], v: &[f64], mask: &[f64]) -> Attended {
     let (n, rows) = (q.len(), mask.len());
-    assert_eq!((k.len(), v.len()), (n * rows, n * rows), "one row of K and V per value of the mask");
-    let (scores, errors): (Vec<f64>, Vec<f64>) =
-        k.chunks(n).zip(mask).map(|(k, &mask)| score(q, scoring, k, mask)).unzip();
+    assert_eq!(
+        (k.len(), v.len()),
+        (n * rows, n * rows),
+        "one row of K and V per value of the mask"
+    );
+    let (scores, errors): (Vec<f64>, Vec<f64>) = k
+        .chunks(n)
+        .zip(mask)
+        .map(|(k, &mask)| score(q, scoring, k, mask))
+        .unzip();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     if max == f64::NEG_INFINITY {
-        return Attended { weights: vec![0.0; rows], values: Bounded::exact(&vec![0f64; n]) };
+        return Attended {
+            weights: vec![0.0; rows],
+            values: Bounded::exact(&vec![0f64; n]),
+        };
     }
     let mut weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
     let total: f64 = weights.iter().sum();
@@ -47,10 +57,18 @@ pub fn dec_attn(q: &Bounded, scoring: Scoring, k: &[f64], v: &[f64], mask: &[f64
         let column = || v[d..].iter().step_by(n).zip(&weights);
         let value: f64 = column().map(|(v, w)| w * v).sum();
         let magnitude: f64 = column().map(|(v, w)| w * v.abs()).sum();
-        let moved: f64 = v[d..].iter().step_by(n).zip(&off).map(|(v, off)| off * (v - value).abs()).sum();
+        let moved: f64 = v[d..]
+            .iter()
+            .step_by(n)
+            .zip(&off)
+            .map(|(v, off)| off * (v - value).abs())
+            .sum();
         (value, moved + 2.0 * roundings * magnitude)
     });
-    Attended { values: values.collect(), weights }
+    Attended {
+        values: values.collect(),
+        weights,
+    }
 }
 
 /// A score and how far f32 may be from it.
@@ -77,7 +95,10 @@ fn score(q: &Bounded, scoring: Scoring, k: &[f64], mask: f64) -> (f64, f64) {
 mod tests {
     use super::*;
 
-    const SCORING: Scoring = Scoring { scale: 0.5, softcap: 0.0 };
+    const SCORING: Scoring = Scoring {
+        scale: 0.5,
+        softcap: 0.0,
+    };
 
     #[test]
     fn equal_scores_average_and_a_mask_takes_rows_out() {
@@ -91,11 +112,18 @@ mod tests {
     #[test]
     fn scores_are_scaled_capped_and_then_masked() {
         let q = Bounded::exact(&[4f32]);
-        let weight = |scoring, mask| dec_attn(&q, scoring, &[1.0, 0.0], &[1.0, 0.0], &[mask, 0.0]).values.value[0];
+        let weight = |scoring, mask| {
+            dec_attn(&q, scoring, &[1.0, 0.0], &[1.0, 0.0], &[mask, 0.0])
+                .values
+                .value[0]
+        };
         let logistic = |s: f64| s.exp() / (1.0 + s.exp());
         assert!((weight(SCORING, 0.0) - logistic(2.0)).abs() < 1e-15);
         assert!((weight(SCORING, 1.0) - logistic(3.0)).abs() < 1e-15);
-        let capped = Scoring { softcap: 1.0, ..SCORING };
+        let capped = Scoring {
+            softcap: 1.0,
+            ..SCORING
+        };
         assert!((weight(capped, 1.0) - logistic(2f64.tanh() + 1.0)).abs() < 1e-15);
     }
 

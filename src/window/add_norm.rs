@@ -1,7 +1,10 @@
 //! ADD_NORM: the residual addition and the norm that follows it, in one launch.
 
 use super::pattern::{Match, Pattern, Step};
-use super::{exact, constant_vector, f32_rows, no_params_from, q8_or_none, row_stride, Decline, KernelCall, MayAlias, Resources, Window};
+use super::{
+    constant_vector, exact, f32_rows, no_params_from, q8_or_none, row_stride, Decline, KernelCall, MayAlias, Resources,
+    Window,
+};
 use crate::graph::{HostView, Op};
 use crate::kernel::NormArgs;
 use std::sync::LazyLock;
@@ -22,12 +25,12 @@ pub static ADD_NORM: Window = Window {
     replaces: "ADD, RMS_NORM, MUL",
     min_cc: 80,
     switch: "GGML_FLASHRT_NO_ADD_NORM",
+    on_by_default: true,
     pattern: || &PATTERN,
     may_alias: MAY_ALIAS,
     uses_scratch: false,
     q8_input: |_| None,
     q8_output: Some("z"),
-    drops_f32: true,
     guard: guard_rows,
     scratch_bytes: |_| 0,
     calls: norm_calls,
@@ -50,7 +53,10 @@ pub(super) fn guard_rows(m: &Match, host: HostView) -> Result<(), Decline> {
     }
     let [n_cols, n_rows, ..] = h.ne();
     if n_rows > MAX_ROWS {
-        return Err(Decline::new("many tokens", format!("{n_rows} rows, at most {MAX_ROWS}")));
+        return Err(Decline::new(
+            "many tokens",
+            format!("{n_rows} rows, at most {MAX_ROWS}"),
+        ));
     }
     if n_cols > MAX_COLS || n_cols % 4 != 0 {
         return Err(Decline::new("shape", format!("rows of {n_cols} values")));
@@ -73,9 +79,17 @@ pub(super) fn norm_calls(m: &Match, r: &Resources) -> Vec<KernelCall> {
         x_stride: row_stride(x),
         w1: w1 as _,
         w2: m.tensor("w2").data() as _,
-        y: if m.is_unread("y") { std::ptr::null_mut() } else { y.data() as _ },
+        y: if m.is_unread("y") {
+            std::ptr::null_mut()
+        } else {
+            y.data() as _
+        },
         y_stride: row_stride(y),
-        z: if r.drop_output_f32 { std::ptr::null_mut() } else { z.data() as _ },
+        z: if r.drop_output_f32 {
+            std::ptr::null_mut()
+        } else {
+            z.data() as _
+        },
         z_stride: row_stride(z),
         zq: q8_or_none(r.output_q8),
         n_rows: h.ne()[1] as i32,

@@ -73,7 +73,10 @@ fn interior_uses(m: &Match, graph: GraphRef, ops: &[Op]) -> Result<(), Decline> 
         }
         if let Some(root) = t.view_src() {
             if !unwritten.iter().any(|(u, _)| *u == root) {
-                return Err(Decline::new("interior is computed in place", format!("{t:?} over {root:?}")));
+                return Err(Decline::new(
+                    "interior is computed in place",
+                    format!("{t:?} over {root:?}"),
+                ));
             }
         }
     }
@@ -94,7 +97,11 @@ fn buffers(m: &Match, host: HostView) -> Result<(), Decline> {
 
 fn aliases(window: &Window, m: &Match) -> Result<(), Decline> {
     let declared = |input: Role, output: Role| {
-        window.may_alias.iter().find(|a| a.input == input && a.output == output).map(|a| a.alias)
+        window
+            .may_alias
+            .iter()
+            .find(|a| a.input == input && a.output == output)
+            .map(|a| a.alias)
     };
     for (i, (out_role, out)) in m.outputs().enumerate() {
         let out_range = out.byte_range();
@@ -138,7 +145,10 @@ fn regions(window: &Window, m: &Match, graph: GraphRef, host: HostView) -> Resul
             Region::None | Region::Branch(_) => true,
         };
         if !fits {
-            return Err(Decline::new("concurrent region", format!("{node:?} is a {region:?} inside the run")));
+            return Err(Decline::new(
+                "concurrent region",
+                format!("{node:?} is a {region:?} inside the run"),
+            ));
         }
         let on = matches!(region, Region::Branch(_)).then_some(region);
         if i > m.start && region != Region::Fork && on != branch {
@@ -146,7 +156,10 @@ fn regions(window: &Window, m: &Match, graph: GraphRef, host: HostView) -> Resul
         }
         branch = on;
         if on.is_some() && window.uses_scratch {
-            return Err(Decline::new("concurrent region", "the window needs scratch memory".to_owned()));
+            return Err(Decline::new(
+                "concurrent region",
+                "the window needs scratch memory".to_owned(),
+            ));
         }
     }
     Ok(())

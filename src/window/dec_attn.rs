@@ -24,12 +24,12 @@ pub static DEC_ATTN: Window = Window {
     replaces: "FLASH_ATTN_EXT",
     min_cc: 80,
     switch: "GGML_FLASHRT_NO_DEC_ATTN",
+    on_by_default: false,
     pattern: || &PATTERN,
     may_alias: &[],
     uses_scratch: true,
     q8_input: |_| None,
     q8_output: None,
-    drops_f32: false,
     guard,
     scratch_bytes,
     calls,
@@ -39,7 +39,10 @@ pub static DEC_ATTN: Window = Window {
 fn rows(role: Role, t: Tensor, dtype: DType) -> Result<(), Decline> {
     if !t.is(dtype) {
         let name = t.dtype().map_or("an unknown type", DType::name);
-        return Err(Decline::new("type", format!("{role} {t:?} is {name}, not {}", dtype.name())));
+        return Err(Decline::new(
+            "type",
+            format!("{role} {t:?} is {name}, not {}", dtype.name()),
+        ));
     }
     let nb = t.nb();
     if nb[0] != dtype.block_bytes() || nb[1..].iter().any(|n| n % 16 != 0) || t.data() % 16 != 0 {
@@ -52,10 +55,16 @@ fn guard(m: &Match, _host: HostView) -> Result<(), Decline> {
     let (q, k, v, y) = (m.tensor("q"), m.tensor("k"), m.tensor("v"), m.tensor("y"));
     let [head_dim, n_tokens, n_heads, n_streams] = q.ne();
     if n_tokens > MAX_TOKENS {
-        return Err(Decline::new("many tokens", format!("{n_tokens} tokens, at most {MAX_TOKENS}")));
+        return Err(Decline::new(
+            "many tokens",
+            format!("{n_tokens} tokens, at most {MAX_TOKENS}"),
+        ));
     }
     if !DEC_ATTN_HEAD_DIMS.iter().any(|&d| i64::from(d) == head_dim) {
-        return Err(Decline::new("head size", format!("q {q:?}: no kernel for heads of {head_dim}")));
+        return Err(Decline::new(
+            "head size",
+            format!("q {q:?}: no kernel for heads of {head_dim}"),
+        ));
     }
     if y.param_f32(1) != 0.0 {
         return Err(Decline::new("ALiBi", format!("y {y:?}: slope {}", y.param_f32(1))));
@@ -84,14 +93,23 @@ fn guard(m: &Match, _host: HostView) -> Result<(), Decline> {
         // Older hosts pad the tokens.
         let fits = keys == n_kv && tokens >= n_tokens && heads == 1 && (streams == 1 || streams == n_streams);
         if !mask.is(DType::F16) || !fits {
-            return Err(Decline::new("mask", format!("mask {mask:?} for {n_kv} keys, {n_tokens} tokens")));
+            return Err(Decline::new(
+                "mask",
+                format!("mask {mask:?} for {n_kv} keys, {n_tokens} tokens"),
+            ));
         }
         if mask.nb()[0] != 2 || mask.nb()[1..].iter().any(|n| n % 2 != 0) || mask.data() % 2 != 0 {
-            return Err(Decline::new("layout", format!("mask {mask:?} has strides {:?}", mask.nb())));
+            return Err(Decline::new(
+                "layout",
+                format!("mask {mask:?} has strides {:?}", mask.nb()),
+            ));
         }
     }
     if units(m) * 4 > TICKET_BYTES {
-        return Err(Decline::new("shape", format!("q {q:?}: more heads and streams than tickets")));
+        return Err(Decline::new(
+            "shape",
+            format!("q {q:?}: more heads and streams than tickets"),
+        ));
     }
     Ok(())
 }

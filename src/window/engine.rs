@@ -12,8 +12,10 @@ use crate::kernel::{CudaError, Launch};
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::Write;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 /// How an evaluation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -123,6 +125,8 @@ pub struct Engine {
     devices: Mutex<HashMap<i32, Result<(), String>>>,
     dump: Mutex<Option<Dump>>,
     messages: Mutex<Vec<(LogLevel, String)>>,
+    /// When the statistics were last written to their file.
+    written: Mutex<Option<Instant>>,
     disabled: AtomicBool,
     /// Counts the windows switched off while running: plans of an earlier generation may hold them.
     generation: AtomicU64,
@@ -151,16 +155,26 @@ impl Engine {
     /// An engine of one's own.
     pub fn new(settings: Settings, backend: Box<dyn Backend>) -> Engine {
         let mut messages: Vec<_> = settings.warnings.iter().map(|w| (LogLevel::Warn, w.clone())).collect();
-        let dump = settings.dump.as_ref().filter(|_| settings.dump_max > 0).and_then(|path| {
-            match std::fs::File::create(path) {
-                Ok(file) => Some(Dump { file, left: settings.dump_max, seen: HashSet::new() }),
-                Err(e) => {
-                    let text = format!("GGML_FLASHRT_DUMP: cannot create {}: {e}; nothing is recorded", path.display());
-                    messages.push((LogLevel::Warn, text));
-                    None
-                }
-            }
-        });
+        let dump =
+            settings
+                .dump
+                .as_ref()
+                .filter(|_| settings.dump_max > 0)
+                .and_then(|path| match std::fs::File::create(path) {
+                    Ok(file) => Some(Dump {
+                        file,
+                        left: settings.dump_max,
+                        seen: HashSet::new(),
+                    }),
+                    Err(e) => {
+                        let text = format!(
+                            "GGML_FLASHRT_DUMP: cannot create {}: {e}; nothing is recorded",
+                            path.display()
+                        );
+                        messages.push((LogLevel::Warn, text));
+                        None
+                    }
+                });
         let mut stats = Stats::default();
         if settings.disabled {
             stats.disabled = Some("GGML_FLASHRT_DISABLE is set".to_owned());
@@ -176,6 +190,7 @@ impl Engine {
             devices: Mutex::default(),
             dump: Mutex::new(dump),
             messages: Mutex::new(messages),
+            written: Mutex::default(),
         }
     }
 
@@ -243,13 +258,19 @@ impl Engine {
     }
 
     fn fuse_in(&self, context: &mut Context, host: &HostView, graph: GraphRef, i: usize) -> usize {
-        let Context { plans, active, failure, .. } = context;
-        let Some(plan) = plans.back_mut().filter(|_| *active) else { return 0 };
+        let Context {
+            plans, active, failure, ..
+        } = context;
+        let Some(plan) = plans.back_mut().filter(|_| *active) else {
+            return 0;
+        };
         if failure.is_some() {
             // The rest of the graph would run on results that are not there, on a stream whose capture may be broken.
             return graph.len() - i;
         }
-        let Some(index) = plan.starts.get(i).and_then(|&s| (s as usize).checked_sub(1)) else { return 0 };
+        let Some(index) = plan.starts.get(i).and_then(|&s| (s as usize).checked_sub(1)) else {
+            return 0;
+        };
         let site = &plan.sites[index];
         // The host may have put nodes into another order since the plan was made.
         let run = i..i + site.len;
@@ -301,12 +322,26 @@ impl Engine {
             failure
         };
         self.flush_messages(host);
+        self.refresh_stats_file();
         match failure {
             None => EvalStatus::Ok,
             Some(text) => {
                 host.log(LogLevel::Error, &format!("flashrt: this evaluation failed: {text}"));
                 EvalStatus::Failed
             }
+        }
+    }
+
+    /// Writes the statistics to their file, at most once in [`STATS_INTERVAL`]: a server that is killed leaves them too.
+    fn refresh_stats_file(&self) {
+        let Some(StatsTarget::File(path)) = &self.settings.stats else {
+            return;
+        };
+        let mut written = lock(&self.written);
+        if written.is_none_or(|at| at.elapsed() >= STATS_INTERVAL) {
+            *written = Some(Instant::now());
+            drop(written);
+            write_stats(path, &self.stats());
         }
     }
 
@@ -430,8 +465,10 @@ impl Engine {
         let contents = if graph.uid() == 0 { contents(graph) } else { Vec::new() };
         let generation = self.generation.load(Relaxed);
         context.plans.retain(|p| p.generation == generation);
-        let known =
-            context.plans.iter().position(|p| p.uid == graph.uid() && p.nodes == nodes && p.contents == contents);
+        let known = context
+            .plans
+            .iter()
+            .position(|p| p.uid == graph.uid() && p.nodes == nodes && p.contents == contents);
         let plan = match known {
             Some(i) => context.plans.remove(i),
             None => self.make_plan(context, host, graph, contents),
@@ -457,10 +494,16 @@ impl Engine {
         let matched = match_graph(graph, *host, |window| !off[window]);
         let edges = edges(&matched, graph, *host);
         let layout = Layout::new(&matched, &edges);
-        let block = match context.arena.reserve(layout.bytes, &*self.backend, host.stream() as usize) {
+        let block = match context
+            .arena
+            .reserve(layout.bytes, &*self.backend, host.stream() as usize)
+        {
             Ok(block) => block,
             Err(e) => {
-                let text = format!("no memory for {} bytes of scratch: {e}; stock kernels run instead", layout.bytes);
+                let text = format!(
+                    "no memory for {} bytes of scratch: {e}; stock kernels run instead",
+                    layout.bytes
+                );
                 lock(&self.messages).push((LogLevel::Warn, text));
                 return None;
             }
@@ -518,8 +561,10 @@ impl Engine {
         for d in &matched.declined {
             *stats.windows[d.window].declined.entry(d.decline.reason).or_default() += 1;
             if self.settings.debug {
-                let text =
-                    format!("{} declines {:?}: {}: {}", WINDOWS[d.window].name, d.node, d.decline.reason, d.decline.detail);
+                let text = format!(
+                    "{} declines {:?}: {}: {}",
+                    WINDOWS[d.window].name, d.node, d.decline.reason, d.decline.detail
+                );
                 if context.explained.len() < MAX_EXPLAINED && context.explained.insert(text.clone()) {
                     host.log(LogLevel::Info, &format!("flashrt: {text}"));
                 }
@@ -527,6 +572,9 @@ impl Engine {
         }
     }
 }
+
+/// How old the statistics file of a running process may be.
+const STATS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Most declined sites that `GGML_FLASHRT_DEBUG=1` explains for one context.
 const MAX_EXPLAINED: usize = 4096;
@@ -536,14 +584,29 @@ fn contents(graph: GraphRef) -> Vec<u64> {
     let mut words = Vec::with_capacity(graph.len() * 48);
     for node in graph.nodes() {
         let raw = node.raw();
-        words.extend([raw.dtype as u64, raw.op as u64, raw.flags as u64, raw.data as u64, raw.buffer as u64]);
+        words.extend([
+            raw.dtype as u64,
+            raw.op as u64,
+            raw.flags as u64,
+            raw.data as u64,
+            raw.buffer as u64,
+        ]);
         words.extend(raw.ne.iter().map(|&n| n as u64));
         words.extend(raw.nb.iter().map(|&n| n as u64));
-        words.extend(raw.op_params.chunks(2).map(|p| p[0] as u32 as u64 | (p[1] as u32 as u64) << 32));
+        words.extend(
+            raw.op_params
+                .chunks(2)
+                .map(|p| p[0] as u32 as u64 | (p[1] as u32 as u64) << 32),
+        );
         words.push(graph.uses(node) as u64);
         for src in node.srcs() {
             let raw = src.raw();
-            words.extend([src.address() as u64, raw.data as u64, raw.dtype as u64, raw.buffer as u64]);
+            words.extend([
+                src.address() as u64,
+                raw.data as u64,
+                raw.dtype as u64,
+                raw.buffer as u64,
+            ]);
             words.extend(raw.ne.iter().map(|&n| n as u64));
             words.extend(raw.nb.iter().map(|&n| n as u64));
         }
@@ -565,7 +628,11 @@ impl Layout {
         let mut pieces: Vec<(usize, usize, usize)> = Vec::new();
         let scratch_bytes: Vec<usize> = sites.iter().map(|s| (s.window().scratch_bytes)(&s.m)).collect();
         pieces.extend(scratch_bytes.iter().enumerate().map(|(i, &bytes)| (i, i, bytes)));
-        pieces.extend(edges.iter().map(|e| (e.producer, *e.consumers.iter().max().expect("has one"), e.bytes())));
+        pieces.extend(
+            edges
+                .iter()
+                .map(|e| (e.producer, *e.consumers.iter().max().expect("has one"), e.bytes())),
+        );
 
         let mut placed: Vec<(usize, usize, usize, usize)> = Vec::new();
         let mut offsets = vec![0; pieces.len()];
@@ -591,21 +658,26 @@ impl Layout {
         let end = |i: usize| offsets[i] + pieces[i].2.next_multiple_of(Q8Buffer::ALIGN);
         let bytes = (0..pieces.len()).map(end).max().unwrap_or(0);
         let edges = offsets.split_off(sites.len());
-        Layout { scratch: offsets, edges, bytes }
+        Layout {
+            scratch: offsets,
+            edges,
+            bytes,
+        }
     }
 }
 
 extern "C" fn print_stats() {
     let Some(engine) = GLOBAL.get() else { return };
-    let stats = engine.stats();
     match &engine.settings.stats {
-        Some(StatsTarget::File(path)) => {
-            let temporary = path.with_extension("tmp");
-            let written = std::fs::write(&temporary, stats.to_json()).and_then(|()| std::fs::rename(&temporary, path));
-            if let Err(e) = written {
-                eprintln!("flashrt: GGML_FLASHRT_STATS: cannot write {}: {e}", path.display());
-            }
-        }
-        _ => eprint!("{}", stats.to_table()),
+        Some(StatsTarget::File(path)) => write_stats(path, &engine.stats()),
+        _ => eprint!("{}", engine.stats().to_table()),
+    }
+}
+
+fn write_stats(path: &Path, stats: &Stats) {
+    let temporary = path.with_extension("tmp");
+    let written = std::fs::write(&temporary, stats.to_json()).and_then(|()| std::fs::rename(&temporary, path));
+    if let Err(e) = written {
+        eprintln!("flashrt: GGML_FLASHRT_STATS: cannot write {}: {e}", path.display());
     }
 }

@@ -2,7 +2,9 @@
 
 use super::mat_vec::{guard_mat_vec, launch, segment, wants_q8};
 use super::pattern::{Match, Pattern, Step};
-use super::{exact, constant_vector, f32_rows, no_params_from, row_stride, Decline, KernelCall, MayAlias, Resources, Window};
+use super::{
+    constant_vector, exact, f32_rows, no_params_from, row_stride, Decline, KernelCall, MayAlias, Resources, Window,
+};
 use crate::graph::{HostView, Op};
 use crate::kernel::Glu;
 use std::sync::LazyLock;
@@ -24,12 +26,12 @@ pub static GEMV_RES: Window = Window {
     replaces: "MUL_MAT, optional ADD (bias), optional ADD (residual)",
     min_cc: 80,
     switch: "GGML_FLASHRT_NO_GEMV_RES",
+    on_by_default: true,
     pattern: || &PATTERN,
     may_alias: MAY_ALIAS,
     uses_scratch: false,
     q8_input: |m| wants_q8(m.tensor("w")).then_some("x"),
     q8_output: None,
-    drops_f32: false,
     guard,
     scratch_bytes: |_| 0,
     calls,
@@ -51,7 +53,10 @@ fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
         let res = m.tensor("res");
         f32_rows("res", res)?;
         if !res.same_shape(mm) {
-            return Err(Decline::new("shape", format!("res {res:?} is not shaped like mm {mm:?}")));
+            return Err(Decline::new(
+                "shape",
+                format!("res {res:?} is not shaped like mm {mm:?}"),
+            ));
         }
     }
     Ok(())

@@ -2,7 +2,7 @@
 
 use super::mat_vec::{guard_mat_vec, launch, segment, wants_q8};
 use super::pattern::{Match, Pattern, Step};
-use super::{f32_rows, no_params_from, q8_or_none, row_stride, Decline, KernelCall, Resources, Window};
+use super::{f32_rows, no_params_from, row_stride, Decline, KernelCall, Resources, Window};
 use crate::graph::{HostView, Op};
 use crate::kernel::Glu;
 use std::sync::LazyLock;
@@ -21,12 +21,12 @@ pub static GLU_GEMV: Window = Window {
     replaces: "MUL_MAT, MUL_MAT, GLU",
     min_cc: 80,
     switch: "GGML_FLASHRT_NO_GLU_GEMV",
+    on_by_default: true,
     pattern: || &PATTERN,
     may_alias: &[],
     uses_scratch: false,
     q8_input: |m| wants_q8(m.tensor("wg")).then_some("x"),
-    q8_output: Some("y"),
-    drops_f32: false,
+    q8_output: None,
     guard,
     scratch_bytes: |_| 0,
     calls,
@@ -46,7 +46,10 @@ fn activation(m: &Match) -> Option<Glu> {
 fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
     let y = m.tensor("y");
     let Some(glu) = activation(m) else {
-        return Err(Decline::new("activation", format!("y {y:?}: GLU kind {}", y.param_i32(0))));
+        return Err(Decline::new(
+            "activation",
+            format!("y {y:?}: GLU kind {}", y.param_i32(0)),
+        ));
     };
     // Parameter 1 exchanges the halves of a packed operand, the later ones belong to kinds that are declined.
     no_params_from("y", y, 1)?;
@@ -62,13 +65,7 @@ fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
 
 fn calls(m: &Match, r: &Resources) -> Vec<KernelCall> {
     let (wg, wu, y) = (m.tensor("wg"), m.tensor("wu"), m.tensor("y"));
-    // The f32 form is written in any case: whoever completes a block of 32 values reads it back to quantise it.
     let segments = [segment(wg, y.data(), row_stride(y)), segment(wu, 0, 0)];
     let glu = activation(m).expect("checked by the guard");
-    let mut args = launch(wg, m.tensor("x"), &segments, glu, r);
-    if r.output_q8.is_some() {
-        args.out_q = q8_or_none(r.output_q8);
-        args.tickets = r.tickets as _;
-    }
-    vec![KernelCall::Gemv(args)]
+    vec![KernelCall::Gemv(launch(wg, m.tensor("x"), &segments, glu, r))]
 }

@@ -42,15 +42,26 @@ pub(super) fn guard_mat_vec(
     f32_rows(out_role, out)?;
     let n_tokens = x.ne()[1];
     if n_tokens > MAX_TOKENS {
-        return Err(Decline::new("many tokens", format!("{n_tokens} tokens, at most {MAX_TOKENS}")));
+        return Err(Decline::new(
+            "many tokens",
+            format!("{n_tokens} tokens, at most {MAX_TOKENS}"),
+        ));
     }
     let dtype = w.dtype().filter(|d| WEIGHT_TYPES.contains(d));
     let Some(dtype) = dtype else {
-        let name = w.dtype().map_or_else(|| format!("type {}", w.raw().dtype), |d| d.name().to_owned());
-        return Err(Decline::new("weight type", format!("{w_role} {w:?}: no kernel for {name}")));
+        let name = w
+            .dtype()
+            .map_or_else(|| format!("type {}", w.raw().dtype), |d| d.name().to_owned());
+        return Err(Decline::new(
+            "weight type",
+            format!("{w_role} {w:?}: no kernel for {name}"),
+        ));
     };
     if host.buffer_kind(w) != BufferKind::OwnWeights {
-        return Err(Decline::new("not a weight", format!("{w_role} {w:?} is not in a weights buffer")));
+        return Err(Decline::new(
+            "not a weight",
+            format!("{w_role} {w:?} is not in a weights buffer"),
+        ));
     }
     let [k, n_rows, ..] = w.ne();
     let row_bytes = k as usize / dtype.block_len() * dtype.block_bytes();
@@ -61,17 +72,29 @@ pub(super) fn guard_mat_vec(
         && i32::try_from(k).is_ok()
         && i32::try_from(n_rows).is_ok();
     if !shapes {
-        return Err(Decline::new("shape", format!("{w_role} {w:?}, {x_role} {x:?}, {out_role} {out:?}")));
+        return Err(Decline::new(
+            "shape",
+            format!("{w_role} {w:?}, {x_role} {x:?}, {out_role} {out:?}"),
+        ));
     }
     if w.nb()[0] != dtype.block_bytes() || w.nb()[1] != row_bytes {
-        return Err(Decline::new("layout", format!("{w_role} {w:?} has strides {:?}", w.nb())));
+        return Err(Decline::new(
+            "layout",
+            format!("{w_role} {w:?} has strides {:?}", w.nb()),
+        ));
     }
     // Weights start on 16 bytes, f32 rows of an odd stride do too unless a view cut them.
     if w.data() % 16 != 0 || x.data() % 16 != 0 || (n_tokens > 1 && x.nb()[1] % 16 != 0) {
-        return Err(Decline::new("layout", format!("{w_role} {w:?} or {x_role} {x:?} is not on 16 bytes")));
+        return Err(Decline::new(
+            "layout",
+            format!("{w_role} {w:?} or {x_role} {x:?} is not on 16 bytes"),
+        ));
     }
     if super::compiled() && !gemv_supports(dtype as i32, k as i32, n_tokens as i32, glu) {
-        return Err(Decline::new("kernel", format!("none for {} {k}x{n_rows} with {n_tokens} tokens", dtype.name())));
+        return Err(Decline::new(
+            "kernel",
+            format!("none for {} {k}x{n_rows} with {n_tokens} tokens", dtype.name()),
+        ));
     }
     // Parameter 0 is the precision: sums are f32 either way. Parameter 1 is a hint that names another algorithm.
     no_params_from(out_role, out, 1)
@@ -101,9 +124,11 @@ pub(super) fn launch(w: Tensor, x: Tensor, segments: &[GemvSeg], glu: Glu, r: &R
         n_tokens: x.ne()[1] as i32,
         x: x.data() as _,
         x_stride: row_stride(x),
-        xq: if wants_q8(w) { super::q8_or_none(r.input_q8) } else { Q8::NONE },
+        xq: if wants_q8(w) {
+            super::q8_or_none(r.input_q8)
+        } else {
+            Q8::NONE
+        },
         glu: glu as i32,
-        out_q: Q8::NONE,
-        tickets: std::ptr::null_mut(),
     }
 }

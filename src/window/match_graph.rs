@@ -3,7 +3,6 @@
 use super::checks;
 use super::pattern::{find, Match};
 use super::{Decline, Q8Buffer, Window, WINDOWS};
-use crate::cache::TICKET_BYTES;
 use crate::graph::{GraphRef, HostView, Op, Region, Tensor};
 use std::collections::HashMap;
 
@@ -12,7 +11,7 @@ pub struct Site<'g> {
     /// Index in [`WINDOWS`].
     pub window: usize,
     /// What its names stand for.
-    pub m: Match<'g>,
+    pub m: Box<Match<'g>>,
 }
 
 impl Site<'_> {
@@ -45,23 +44,38 @@ pub struct Matched<'g> {
 
 /// Finds the sites of all windows that `enabled` lets through.
 pub fn match_graph<'g>(graph: GraphRef<'g>, host: HostView, enabled: impl Fn(usize) -> bool) -> Matched<'g> {
-    let mut ops: Vec<Op> = graph.nodes().map(|t| if t.is_empty() { Op::None } else { graph.op(t) }).collect();
+    let mut ops: Vec<Op> = graph
+        .nodes()
+        .map(|t| if t.is_empty() { Op::None } else { graph.op(t) })
+        .collect();
     let mut matched = Matched::default();
     for (index, window) in WINDOWS.iter().enumerate() {
         if !enabled(index) {
             continue;
         }
+        let pattern = (window.pattern)();
         for start in 0..ops.len() {
+            if !pattern.may_start(&ops, start) {
+                continue;
+            }
             match best(window, graph, &ops, start, host) {
                 None => {}
                 Some(Ok(m)) => {
                     // No pattern has such a step: later windows neither start here nor run across.
                     ops[m.start..m.end].fill(Op::Other);
-                    matched.sites.push(Site { window: index, m });
+                    matched.sites.push(Site {
+                        window: index,
+                        m: Box::new(m),
+                    });
                 }
                 Some(Err(decline)) => {
                     let node = graph.node(start).name();
-                    matched.declined.push(Declined { window: index, start, node, decline });
+                    matched.declined.push(Declined {
+                        window: index,
+                        start,
+                        node,
+                        decline,
+                    });
                 }
             }
         }
@@ -84,7 +98,10 @@ fn best<'g>(
     while let Some(mut m) = find(pattern, graph, ops, start) {
         checks::mark_unread_outputs(&mut m, graph);
         let verdict = if host.cc() < window.min_cc {
-            Err(Decline::new("GPU", format!("sm_{}, at least sm_{} needed", host.cc(), window.min_cc)))
+            Err(Decline::new(
+                "GPU",
+                format!("sm_{}, at least sm_{} needed", host.cc(), window.min_cc),
+            ))
         } else {
             (window.guard)(&m, host).and_then(|()| checks::check(window, &m, graph, ops, host))
         };
@@ -136,15 +153,20 @@ pub fn edges(matched: &Matched, graph: GraphRef, host: HostView) -> Vec<Edge> {
     let mut edges: Vec<Edge> = Vec::new();
     let mut readers: HashMap<usize, i32> = HashMap::new();
     for (i, site) in sites.iter().enumerate() {
-        let Some(role) = (site.window().q8_input)(&site.m) else { continue };
+        let Some(role) = (site.window().q8_input)(&site.m) else {
+            continue;
+        };
         let x = site.m.tensor(role);
         let Some(&producer) = producers.get(&x) else { continue };
-        // Whole blocks, rows of 16 bytes, and a counter for each block at the most.
-        let counters = x.ne()[0] / 32 * x.n_rows() * 4;
-        if x.ne()[0] % 32 != 0 || x.n_rows() > crate::kernel::MAX_TOKENS as i64 || counters > TICKET_BYTES as i64 {
+        // Whole blocks, and rows of 16 bytes.
+        if x.ne()[0] % 32 != 0 || x.n_rows() > crate::kernel::MAX_TOKENS as i64 {
             continue;
         }
-        let uses = site.m.nodes().map(|(_, n)| n.srcs().filter(|&s| s == x).count() as i32).sum::<i32>();
+        let uses = site
+            .m
+            .nodes()
+            .map(|(_, n)| n.srcs().filter(|&s| s == x).count() as i32)
+            .sum::<i32>();
         *readers.entry(producer).or_default() += uses;
         match edges.iter_mut().find(|e| e.producer == producer) {
             Some(edge) => edge.consumers.push(i),
@@ -160,7 +182,7 @@ pub fn edges(matched: &Matched, graph: GraphRef, host: HostView) -> Vec<Edge> {
     for edge in &mut edges {
         let site = &sites[edge.producer];
         let x = site.m.tensor(site.window().q8_output.expect("it made the edge"));
-        edge.drop_f32 = site.window().drops_f32 && !x.is_output() && readers[&edge.producer] == graph.uses(x);
+        edge.drop_f32 = !x.is_output() && readers[&edge.producer] == graph.uses(x);
     }
     edges
 }

@@ -49,11 +49,19 @@ pub struct MayAlias {
 }
 
 const fn exact(input: Role, output: Role) -> MayAlias {
-    MayAlias { input, output, alias: Alias::Exact }
+    MayAlias {
+        input,
+        output,
+        alias: Alias::Exact,
+    }
 }
 
 const fn any(input: Role, output: Role) -> MayAlias {
-    MayAlias { input, output, alias: Alias::Any }
+    MayAlias {
+        input,
+        output,
+        alias: Alias::Any,
+    }
 }
 
 /// Why a window leaves a site to stock ggml.
@@ -68,7 +76,10 @@ pub struct Decline {
 impl Decline {
     /// A reason and what was found.
     pub fn new(reason: &'static str, detail: impl Into<String>) -> Decline {
-        Decline { reason, detail: detail.into() }
+        Decline {
+            reason,
+            detail: detail.into(),
+        }
     }
 }
 
@@ -108,7 +119,10 @@ impl Q8Buffer {
 
     /// A hand-off at `address`.
     pub fn at(address: usize, k: usize, n_tokens: usize) -> Q8Buffer {
-        Q8Buffer { qs: address, ds: address + (k * n_tokens).next_multiple_of(Self::ALIGN) }
+        Q8Buffer {
+            qs: address,
+            ds: address + (k * n_tokens).next_multiple_of(Self::ALIGN),
+        }
     }
 }
 
@@ -122,8 +136,10 @@ pub struct Window {
     pub replaces: &'static str,
     /// Least compute capability, times 10.
     pub min_cc: i32,
-    /// `GGML_FLASHRT_NO_<NAME>`.
+    /// `GGML_FLASHRT_NO_<NAME>`: any value but `0` switches the window off, `0` on.
     pub switch: &'static str,
+    /// On without a switch. A window that is not faster than stock wherever it was measured waits here for its evidence.
+    pub on_by_default: bool,
     /// The chain of nodes.
     pub pattern: fn() -> &'static Pattern,
     /// Inputs that outputs may lie over.
@@ -132,10 +148,8 @@ pub struct Window {
     pub uses_scratch: bool,
     /// The input that could come as q8 blocks, if this match wants them.
     pub q8_input: fn(&Match) -> Option<Role>,
-    /// The output that could be left as q8 blocks.
+    /// The output that could be left as q8 blocks, its f32 form then unwritten when nobody reads it.
     pub q8_output: Option<Role>,
-    /// The f32 form of that output may then stay unwritten when nobody reads it.
-    pub drops_f32: bool,
     /// Types, shapes, strides and parameters.
     pub guard: fn(&Match, HostView) -> Result<(), Decline>,
     /// Scratch bytes a match needs.
@@ -189,7 +203,10 @@ fn f32_rows(role: Role, t: Tensor) -> Result<(), Decline> {
 fn constant_vector(role: Role, t: Tensor, n: i64, host: HostView) -> Result<(), Decline> {
     f32_rows(role, t)?;
     if host.buffer_kind(t) != crate::graph::BufferKind::OwnWeights {
-        return Err(Decline::new("not a weight", format!("{role} {t:?} is not in a weights buffer")));
+        return Err(Decline::new(
+            "not a weight",
+            format!("{role} {t:?} is not in a weights buffer"),
+        ));
     }
     if t.ne() != [n, 1, 1, 1] {
         return Err(Decline::new("shape", format!("{role} {t:?} is not a vector of {n}")));
@@ -206,11 +223,17 @@ fn row_stride(t: Tensor) -> i64 {
 fn no_params_from(role: Role, t: Tensor, first: usize) -> Result<(), Decline> {
     match t.raw().op_params[first..].iter().position(|&p| p != 0) {
         None => Ok(()),
-        Some(i) => Err(Decline::new("parameter", format!("{role} {t:?} has parameter {} set", first + i))),
+        Some(i) => Err(Decline::new(
+            "parameter",
+            format!("{role} {t:?} has parameter {} set", first + i),
+        )),
     }
 }
 
 /// A hand-off as kernels take it.
 fn q8_or_none(buffer: Option<Q8Buffer>) -> crate::kernel::Q8 {
-    buffer.map_or(crate::kernel::Q8::NONE, |b| crate::kernel::Q8 { qs: b.qs as _, ds: b.ds as _ })
+    buffer.map_or(crate::kernel::Q8::NONE, |b| crate::kernel::Q8 {
+        qs: b.qs as _,
+        ds: b.ds as _,
+    })
 }

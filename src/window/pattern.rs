@@ -11,9 +11,9 @@ use crate::graph::{GraphRef, Op, Tensor};
 pub type Role = &'static str;
 
 /// Most steps a pattern may have.
-pub const MAX_STEPS: usize = 20;
+pub const MAX_STEPS: usize = 16;
 /// Most external tensors a pattern may have.
-pub const MAX_EXTERNALS: usize = 20;
+pub const MAX_EXTERNALS: usize = 16;
 /// Most operands a step may have.
 pub const MAX_OPERANDS: usize = 4;
 
@@ -48,7 +48,14 @@ pub struct Step {
 impl Step {
     /// `result = op(operands…)`.
     pub const fn new(result: Role, op: Op, operands: &'static [Role]) -> Step {
-        Step { result, op, operands, commutes: false, presence: Presence::Required, second_is_leaf: false }
+        Step {
+            result,
+            op,
+            operands,
+            commutes: false,
+            presence: Presence::Required,
+            second_is_leaf: false,
+        }
     }
 
     /// The first two operands may be exchanged.
@@ -93,6 +100,10 @@ pub struct Pattern {
     with: Vec<Option<usize>>,
     /// Operations that the first node of a run can have, as bits.
     first: u64,
+    /// Operations of any step, as bits.
+    any: u64,
+    /// Steps that are always there.
+    n_required: usize,
 }
 
 impl Pattern {
@@ -101,7 +112,10 @@ impl Pattern {
     /// # Panics
     /// On a pattern that contradicts itself: it is part of the program.
     pub fn new(steps: &'static [Step], outputs: &[Role]) -> Pattern {
-        assert!(!steps.is_empty() && steps.len() <= MAX_STEPS, "a pattern has 1 to {MAX_STEPS} steps");
+        assert!(
+            !steps.is_empty() && steps.len() <= MAX_STEPS,
+            "a pattern has 1 to {MAX_STEPS} steps"
+        );
         let step = |name: Role| steps.iter().position(|s| s.result == name);
         let mut externals: Vec<Role> = Vec::new();
         let mut operands = Vec::new();
@@ -134,8 +148,23 @@ impl Pattern {
             .collect();
         let required = |step: usize| steps[step].presence == Presence::Required;
         let starts = |operands: &Vec<Operand>| operands.iter().all(|o| !matches!(o, Operand::Step(e) if required(*e)));
-        let first = steps.iter().zip(&operands).filter(|(_, o)| starts(o)).fold(0, |bits, (s, _)| bits | 1 << s.op as u8);
-        Pattern { steps, operands, externals, outputs, with, first }
+        let first = steps
+            .iter()
+            .zip(&operands)
+            .filter(|(_, o)| starts(o))
+            .fold(0, |bits, (s, _)| bits | 1 << s.op as u8);
+        let any = steps.iter().fold(0, |bits, s| bits | 1 << s.op as u8);
+        let n_required = (0..steps.len()).filter(|&i| required(i)).count();
+        Pattern {
+            steps,
+            operands,
+            externals,
+            outputs,
+            with,
+            first,
+            any,
+            n_required,
+        }
     }
 
     /// The steps.
@@ -148,9 +177,19 @@ impl Pattern {
         &self.externals
     }
 
-    /// Operation that the first node of a run can have.
-    fn may_start_with(&self, op: Op) -> bool {
-        self.first & (1 << op as u8) != 0
+    /// Can a run start here? A look at the operations alone, which settles most nodes.
+    #[inline]
+    pub fn may_start(&self, ops: &[Op], start: usize) -> bool {
+        let within = |op: Op, bits: u64| bits & (1 << op as u8) != 0;
+        let Some(run) = ops.get(start..) else { return false };
+        run.first().is_some_and(|&op| within(op, self.first))
+            && run
+                .iter()
+                .filter(|op| !op.is_view())
+                .take_while(|&&op| within(op, self.any))
+                .take(self.n_required)
+                .count()
+                == self.n_required
     }
 
     fn step(&self, role: Role) -> Option<usize> {
@@ -196,7 +235,8 @@ impl<'g> Match<'g> {
     /// # Panics
     /// When the pattern does not guarantee that it is there.
     pub fn tensor(&self, role: Role) -> Tensor<'g> {
-        self.get(role).unwrap_or_else(|| panic!("{role} is not part of this match"))
+        self.get(role)
+            .unwrap_or_else(|| panic!("{role} is not part of this match"))
     }
 
     /// Is the step with this name itself there?
@@ -228,17 +268,30 @@ impl<'g> Match<'g> {
     /// Is the step with this name one of the outputs, itself or in place of one that is missing?
     pub fn is_output(&self, step: Role) -> bool {
         let node = self.node(step);
-        node.is_some() && self.pattern.outputs.iter().any(|&o| self.unread & (1 << o) == 0 && self.result(o) == node)
+        node.is_some()
+            && self
+                .pattern
+                .outputs
+                .iter()
+                .any(|&o| self.unread & (1 << o) == 0 && self.result(o) == node)
     }
 
     /// Every node of a step.
     pub fn nodes(&self) -> impl Iterator<Item = (Role, Tensor<'g>)> + '_ {
-        self.pattern.steps.iter().zip(&self.steps).filter_map(|(s, t)| Some((s.result, (*t)?)))
+        self.pattern
+            .steps
+            .iter()
+            .zip(&self.steps)
+            .filter_map(|(s, t)| Some((s.result, (*t)?)))
     }
 
     /// Every external tensor.
     pub fn externals(&self) -> impl Iterator<Item = (Role, Tensor<'g>)> + '_ {
-        self.pattern.externals.iter().zip(&self.externals).filter_map(|(&role, t)| Some((role, (*t)?)))
+        self.pattern
+            .externals
+            .iter()
+            .zip(&self.externals)
+            .filter_map(|(&role, t)| Some((role, (*t)?)))
     }
 
     fn result(&self, step: usize) -> Option<Tensor<'g>> {
@@ -276,10 +329,17 @@ pub fn look_through<'g>(graph: GraphRef<'g>, t: Tensor<'g>) -> Tensor<'g> {
 
 /// Finds a pattern at node `start`: the longest run of nodes that completes it.
 pub fn find<'g>(pattern: &'g Pattern, graph: GraphRef<'g>, ops: &[Op], start: usize) -> Option<Match<'g>> {
-    if !ops.get(start).is_some_and(|&op| pattern.may_start_with(op)) {
+    if !pattern.may_start(ops, start) {
         return None;
     }
-    let mut state = Match { pattern, steps: [None; MAX_STEPS], externals: [None; MAX_EXTERNALS], unread: 0, start, end: start };
+    let mut state = Match {
+        pattern,
+        steps: [None; MAX_STEPS],
+        externals: [None; MAX_EXTERNALS],
+        unread: 0,
+        start,
+        end: start,
+    };
     extend(graph, ops, &mut state).then_some(state)
 }
 
@@ -300,7 +360,9 @@ fn extend<'g>(graph: GraphRef<'g>, ops: &[Op], state: &mut Match<'g>) -> bool {
                 if exchanged && !step.commutes {
                     break;
                 }
-                let Some(fresh) = bind(graph, state, i, node, exchanged) else { continue };
+                let Some(fresh) = bind(graph, state, i, node, exchanged) else {
+                    continue;
+                };
                 let end = std::mem::replace(&mut state.end, position + 1);
                 if extend(graph, ops, state) {
                     return true;
@@ -326,11 +388,15 @@ fn bind<'g>(graph: GraphRef<'g>, state: &mut Match<'g>, i: usize, node: Tensor<'
     let operands = &pattern.operands[i];
     let mut fresh = 0;
     let agree = operands.iter().enumerate().all(|(position, &operand)| {
-        let source = node.src(if exchanged && position < 2 { 1 - position } else { position });
+        let source = node.src(if exchanged && position < 2 {
+            1 - position
+        } else {
+            position
+        });
         match (operand, source) {
-            (Operand::Step(earlier), Some(source)) => {
-                state.result(earlier).is_some_and(|t| t == source || t == look_through(graph, source))
-            }
+            (Operand::Step(earlier), Some(source)) => state
+                .result(earlier)
+                .is_some_and(|t| t == source || t == look_through(graph, source)),
             (Operand::External { slot, .. }, Some(source)) => {
                 let bound = *state.externals[slot].get_or_insert_with(|| {
                     fresh |= 1 << slot;

@@ -38,14 +38,19 @@ pub static QKV_GEMV: Window = Window {
     replaces: "3 MUL_MAT, optional ADD, optional RMS_NORM + MUL, 2 ROPE, optional SCALE, 2 SET_ROWS",
     min_cc: 80,
     switch: "GGML_FLASHRT_NO_QKV_GEMV",
+    on_by_default: true,
     pattern: || &PATTERN,
     may_alias: MAY_ALIAS,
     uses_scratch: true,
     q8_input: |m| ["wq", "wk", "wv"].iter().all(|w| wants_q8(m.tensor(w))).then_some("x"),
     q8_output: None,
-    drops_f32: false,
     guard,
-    scratch_bytes: |m| BRANCHES.iter().map(|b| m.tensor(b.mat_vec).raw().ne[..2].iter().product::<i64>() as usize * 4).sum(),
+    scratch_bytes: |m| {
+        BRANCHES
+            .iter()
+            .map(|b| m.tensor(b.mat_vec).raw().ne[..2].iter().product::<i64>() as usize * 4)
+            .sum()
+    },
     calls,
 };
 
@@ -116,7 +121,10 @@ fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
                 constant_vector(weight, m.tensor(weight), node.ne()[0], host)?;
                 let head = b.rope.map_or(node.ne()[0], |r| m.tensor(r).ne()[0]);
                 if node.ne()[0] != head || !node.is(DType::F32) {
-                    return Err(Decline::new("shape", format!("{norm} {node:?} does not norm heads of {head}")));
+                    return Err(Decline::new(
+                        "shape",
+                        format!("{norm} {node:?} does not norm heads of {head}"),
+                    ));
                 }
             }
         }
@@ -148,7 +156,10 @@ fn guard_rope(m: &Match, role: Role, width: i64) -> Result<(), Decline> {
     let [head_dim, n_heads, ..] = rope.ne();
     let n_dims = i64::from(rope.param_i32(1));
     if rope_mode(rope).is_none() {
-        return Err(Decline::new("rope mode", format!("{role} {rope:?}: mode {}", rope.param_i32(2))));
+        return Err(Decline::new(
+            "rope mode",
+            format!("{role} {rope:?}: mode {}", rope.param_i32(2)),
+        ));
     }
     // Parameters 0 and 3 are retired; those from 11 on are sections of the multi-axis modes, which are declined.
     if rope.param_i32(0) != 0 || rope.param_i32(3) != 0 {
@@ -165,7 +176,10 @@ fn guard_rope(m: &Match, role: Role, width: i64) -> Result<(), Decline> {
         && n_dims <= head_dim;
     let positions = pos.is(DType::I32) && pos.ne() == [n_tokens, 1, 1, 1] && pos.nb()[0] == 4;
     if !fits || !positions {
-        return Err(Decline::new("shape", format!("{role} {rope:?} rotating {n_dims}, pos {pos:?}")));
+        return Err(Decline::new(
+            "shape",
+            format!("{role} {rope:?} rotating {n_dims}, pos {pos:?}"),
+        ));
     }
     Ok(())
 }
@@ -187,7 +201,10 @@ fn guard_store(m: &Match, role: Role, rows_role: Role, width: i64) -> Result<(),
     };
     let source = store.src(0).expect("an operand of the pattern");
     if width % m.tensor("kr").ne()[0] != 0 {
-        return Err(Decline::new("shape", format!("{role} {store:?}: {width} values are no whole number of K's heads")));
+        return Err(Decline::new(
+            "shape",
+            format!("{role} {store:?}: {width} values are no whole number of K's heads"),
+        ));
     }
     let fits = store.ne()[0] == width
         && store.ne()[2..] == [1, 1]
@@ -200,7 +217,10 @@ fn guard_store(m: &Match, role: Role, rows_role: Role, width: i64) -> Result<(),
         _ => false,
     };
     if !fits || !indices {
-        return Err(Decline::new("cache layout", format!("{role} {store:?} <- {source:?} at {rows:?}")));
+        return Err(Decline::new(
+            "cache layout",
+            format!("{role} {store:?} <- {source:?} at {rows:?}"),
+        ));
     }
     Ok(())
 }
@@ -251,7 +271,11 @@ fn calls(m: &Match, r: &Resources) -> Vec<KernelCall> {
 }
 
 fn tail_part(m: &Match, b: &Branch, src: usize, width: i64) -> QkvPart {
-    let mut part = QkvPart { src: src as _, src_stride: width, ..QkvPart::NONE };
+    let mut part = QkvPart {
+        src: src as _,
+        src_stride: width,
+        ..QkvPart::NONE
+    };
     if let Some(rope) = b.rope.map(|r| m.tensor(r)) {
         (part.head_dim, part.n_heads) = (rope.ne()[0] as i32, rope.ne()[1] as i32);
         part.rope = rope_mode(rope).expect("checked by the guard") as i32;
@@ -290,8 +314,6 @@ fn tail_part(m: &Match, b: &Branch, src: usize, width: i64) -> QkvPart {
 fn yarn_corr_dims(rope: Tensor) -> (f32, f32) {
     let (n_dims, n_ctx_orig) = (rope.param_i32(1) as f32, rope.param_i32(4) as f32);
     let (freq_base, beta_fast, beta_slow) = (rope.param_f32(5), rope.param_f32(9), rope.param_f32(10));
-    let dim = |beta: f32| {
-        n_dims * (n_ctx_orig / (beta * 2.0 * std::f32::consts::PI)).ln() / (2.0 * freq_base.ln())
-    };
+    let dim = |beta: f32| n_dims * (n_ctx_orig / (beta * 2.0 * std::f32::consts::PI)).ln() / (2.0 * freq_base.ln());
     (dim(beta_fast).floor().max(0.0), dim(beta_slow).ceil().min(n_dims - 1.0))
 }

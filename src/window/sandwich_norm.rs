@@ -2,7 +2,7 @@
 
 use super::add_norm::{guard_rows, norm_calls};
 use super::pattern::{Match, Pattern, Step};
-use super::{exact, constant_vector, no_params_from, Decline, MayAlias, Window};
+use super::{constant_vector, exact, no_params_from, Decline, MayAlias, Window};
 use crate::graph::{HostView, Op};
 use std::sync::LazyLock;
 
@@ -25,12 +25,12 @@ pub static SANDWICH_NORM: Window = Window {
     replaces: "RMS_NORM, MUL, ADD, RMS_NORM, MUL",
     min_cc: 80,
     switch: "GGML_FLASHRT_NO_SANDWICH_NORM",
+    on_by_default: true,
     pattern: || &PATTERN,
     may_alias: MAY_ALIAS,
     uses_scratch: false,
     q8_input: |_| None,
     q8_output: Some("z"),
-    drops_f32: true,
     guard,
     scratch_bytes: |_| 0,
     calls: norm_calls,

@@ -42,12 +42,30 @@ pub struct Switch {
 
 /// All switches but those of the windows.
 pub static SWITCHES: &[Switch] = &[
-    Switch { name: "GGML_FLASHRT_DISABLE", does: "switches everything off" },
-    Switch { name: "GGML_CUDA_FLASHRT_DISABLE", does: "the same, under the name other adapters use" },
-    Switch { name: "GGML_FLASHRT_STATS", does: "1: table of fired and declined sites on stderr at exit; a path: JSON there" },
-    Switch { name: "GGML_FLASHRT_DEBUG", does: "logs each declined site once, with what was found" },
-    Switch { name: "GGML_FLASHRT_DUMP", does: "records each distinct graph to this file, one JSON object a line" },
-    Switch { name: "GGML_FLASHRT_DUMP_MAX", does: "most graphs to record (default 64)" },
+    Switch {
+        name: "GGML_FLASHRT_DISABLE",
+        does: "switches everything off",
+    },
+    Switch {
+        name: "GGML_CUDA_FLASHRT_DISABLE",
+        does: "the same, under the name other adapters use",
+    },
+    Switch {
+        name: "GGML_FLASHRT_STATS",
+        does: "1: table of fired and declined sites on stderr at exit; a path: JSON there, once a second and at exit",
+    },
+    Switch {
+        name: "GGML_FLASHRT_DEBUG",
+        does: "logs each declined site once, with what was found",
+    },
+    Switch {
+        name: "GGML_FLASHRT_DUMP",
+        does: "records each distinct graph to this file, one JSON object a line",
+    },
+    Switch {
+        name: "GGML_FLASHRT_DUMP_MAX",
+        does: "most graphs to record (default 64)",
+    },
 ];
 
 /// Names of windows and options that other adapters have and this version does not: known, without effect.
@@ -66,17 +84,21 @@ const DUMP_MAX: usize = 64;
 impl Settings {
     /// From the process's environment.
     pub fn from_env() -> Settings {
-        let ours = std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v.to_string_lossy().into_owned())));
+        let ours =
+            std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v.to_string_lossy().into_owned())));
         Settings::from_vars(ours.filter(|(k, _)| k.starts_with("GGML_FLASHRT_") || k.starts_with("GGML_CUDA_FLASHRT_")))
     }
 
     /// From given variables. Presence, or any value but `0`, switches on; `0` switches off.
     pub fn from_vars(vars: impl IntoIterator<Item = (String, String)>) -> Settings {
         let mut vars: BTreeMap<String, String> = vars.into_iter().collect();
+        let off = WINDOWS
+            .iter()
+            .map(|w| vars.remove(w.switch).map_or(!w.on_by_default, |v| v != "0"))
+            .collect();
         let mut take = |name: &str| vars.remove(name).filter(|v| v != "0");
         let mut warnings = Vec::new();
         let disabled = take("GGML_FLASHRT_DISABLE").is_some() | take("GGML_CUDA_FLASHRT_DISABLE").is_some();
-        let off = WINDOWS.iter().map(|w| take(w.switch).is_some()).collect();
         let stats = take("GGML_FLASHRT_STATS").map(|v| match v.as_str() {
             "" | "1" => StatsTarget::Stderr,
             path => StatsTarget::File(path.into()),
@@ -98,10 +120,26 @@ impl Settings {
         }
         if !vars.is_empty() {
             let unknown: Vec<&str> = vars.keys().map(String::as_str).collect();
-            let known: Vec<&str> = SWITCHES.iter().map(|s| s.name).chain(WINDOWS.iter().map(|w| w.switch)).collect();
-            warnings.push(format!("unknown: {}. Known are: {}", unknown.join(", "), known.join(", ")));
+            let known: Vec<&str> = SWITCHES
+                .iter()
+                .map(|s| s.name)
+                .chain(WINDOWS.iter().map(|w| w.switch))
+                .collect();
+            warnings.push(format!(
+                "unknown: {}. Known are: {}",
+                unknown.join(", "),
+                known.join(", ")
+            ));
         }
-        Settings { disabled, off, debug, stats, dump, dump_max, warnings }
+        Settings {
+            disabled,
+            off,
+            debug,
+            stats,
+            dump,
+            dump_max,
+            warnings,
+        }
     }
 }
 
@@ -114,9 +152,18 @@ mod tests {
     }
 
     #[test]
-    fn nothing_set_means_all_on() {
+    fn nothing_set_means_the_defaults() {
         let s = settings(&[]);
-        assert!(!s.disabled && s.off.iter().all(|&off| !off) && s.stats.is_none() && s.warnings.is_empty());
+        assert!(!s.disabled && s.stats.is_none() && s.warnings.is_empty());
+        for (window, off) in WINDOWS.iter().zip(s.off) {
+            assert_eq!(off, !window.on_by_default, "{}", window.name);
+        }
+    }
+
+    #[test]
+    fn zero_switches_a_window_on() {
+        let s = settings(&[("GGML_FLASHRT_NO_DEC_ATTN", "0")]);
+        assert!(s.off.iter().all(|&off| !off));
     }
 
     #[test]
@@ -131,7 +178,12 @@ mod tests {
         for (i, window) in WINDOWS.iter().enumerate() {
             let s = settings(&[(window.switch, "1")]);
             assert_eq!(window.switch, format!("GGML_FLASHRT_NO_{}", window.name));
-            assert!(s.off.iter().enumerate().all(|(j, &off)| off == (i == j)), "{}", window.name);
+            let expected = |j: usize| i == j || !WINDOWS[j].on_by_default;
+            assert!(
+                s.off.iter().enumerate().all(|(j, &off)| off == expected(j)),
+                "{}",
+                window.name
+            );
         }
     }
 
@@ -139,7 +191,12 @@ mod tests {
     fn unknown_names_are_reported_once_with_the_known_ones() {
         let s = settings(&[("GGML_FLASHRT_NO_QKV_GMV", "1"), ("GGML_FLASHRT_TURBO", "1")]);
         assert_eq!(s.warnings.len(), 1);
-        for name in ["GGML_FLASHRT_NO_QKV_GMV", "GGML_FLASHRT_TURBO", "GGML_FLASHRT_NO_QKV_GEMV", "GGML_FLASHRT_STATS"] {
+        for name in [
+            "GGML_FLASHRT_NO_QKV_GMV",
+            "GGML_FLASHRT_TURBO",
+            "GGML_FLASHRT_NO_QKV_GEMV",
+            "GGML_FLASHRT_STATS",
+        ] {
             assert!(s.warnings[0].contains(name), "{}", s.warnings[0]);
         }
     }
@@ -153,8 +210,14 @@ mod tests {
 
     #[test]
     fn stats_take_a_path() {
-        assert_eq!(settings(&[("GGML_FLASHRT_STATS", "1")]).stats, Some(StatsTarget::Stderr));
-        assert_eq!(settings(&[("GGML_FLASHRT_STATS", "/x.json")]).stats, Some(StatsTarget::File("/x.json".into())));
+        assert_eq!(
+            settings(&[("GGML_FLASHRT_STATS", "1")]).stats,
+            Some(StatsTarget::Stderr)
+        );
+        assert_eq!(
+            settings(&[("GGML_FLASHRT_STATS", "/x.json")]).stats,
+            Some(StatsTarget::File("/x.json".into()))
+        );
         assert_eq!(settings(&[("GGML_FLASHRT_STATS", "0")]).stats, None);
     }
 

@@ -32,7 +32,12 @@ pub struct Stats {
 
 impl Default for Stats {
     fn default() -> Self {
-        Stats { windows: vec![Counters::default(); WINDOWS.len()], evaluations: 0, plans: 0, disabled: None }
+        Stats {
+            windows: vec![Counters::default(); WINDOWS.len()],
+            evaluations: 0,
+            plans: 0,
+            disabled: None,
+        }
     }
 }
 
@@ -58,11 +63,23 @@ impl Stats {
             let _ = writeln!(table, "flashrt: off: {why}");
         }
         let _ = writeln!(table, "flashrt: {} evaluations, {} plans", self.evaluations, self.plans);
-        let _ = writeln!(table, "{:<14} {:>6} {:>10} {:>10}  declined", "window", "sites", "evaluated", "launched");
+        let _ = writeln!(
+            table,
+            "{:<14} {:>6} {:>10} {:>10}  declined",
+            "window", "sites", "evaluated", "launched"
+        );
         for (window, c) in WINDOWS.iter().zip(&self.windows) {
             let declined: Vec<String> = c.declined.iter().map(|(why, n)| format!("{n} {why}")).collect();
-            let declined = if declined.is_empty() { "-".to_owned() } else { declined.join(", ") };
-            let _ = writeln!(table, "{:<14} {:>6} {:>10} {:>10}  {declined}", window.name, c.sites, c.evaluated, c.fired);
+            let declined = if declined.is_empty() {
+                "-".to_owned()
+            } else {
+                declined.join(", ")
+            };
+            let _ = writeln!(
+                table,
+                "{:<14} {:>6} {:>10} {:>10}  {declined}",
+                window.name, c.sites, c.evaluated, c.fired
+            );
         }
         table
     }

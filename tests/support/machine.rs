@@ -7,7 +7,7 @@ use ggml_flashrt::graph::{DType, Op, OwnedGraph, FLAG_COMPUTE};
 use ggml_flashrt::kernel::{CudaError, DecAttnArgs, GemvArgs, Launch, NormArgs, QkvPart, QkvTailArgs};
 use ggml_flashrt::window::engine::{Backend, Engine, EvalStatus};
 use ggml_flashrt::window::settings::Settings;
-use ggml_flashrt::window::KernelCall;
+use ggml_flashrt::window::{KernelCall, WINDOWS};
 use half::{bf16, f16};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -29,10 +29,19 @@ pub struct Memory {
 impl Memory {
     /// Memory for a graph, filled with values that differ everywhere.
     pub fn for_graph(record: &GraphRecord, seed: u64) -> Memory {
-        let end = record.tensors.iter().map(|t| t.data as usize + extent(t)).max().unwrap_or(0);
+        let end = record
+            .tensors
+            .iter()
+            .map(|t| t.data as usize + extent(t))
+            .max()
+            .unwrap_or(0);
         let base = record.tensors.iter().map(|t| t.data as usize).min().unwrap_or(0);
-        let mut memory =
-            Memory { base, bytes: vec![0; end - base + 64], arena: vec![0xff; ARENA_BYTES], handed_over: HashMap::new() };
+        let mut memory = Memory {
+            base,
+            bytes: vec![0; end - base + 64],
+            arena: vec![0xff; ARENA_BYTES],
+            handed_over: HashMap::new(),
+        };
         let mut random = seed | 1;
         let mut next = || {
             random ^= random << 13;
@@ -44,7 +53,11 @@ impl Memory {
         for byte in &mut memory.bytes {
             *byte = (next() >> 56) as u8 & 0x3b;
         }
-        for t in record.tensors.iter().filter(|t| t.code == Op::None as u8 && t.view_src.is_none()) {
+        for t in record
+            .tensors
+            .iter()
+            .filter(|t| t.code == Op::None as u8 && t.view_src.is_none())
+        {
             let rows = t.ne[1] * t.ne[2] * t.ne[3];
             for i in 0..(t.ne[0] * rows) as usize {
                 let at = t.data as usize + i * DType::from_number(t.dtype).map_or(4, DType::block_bytes);
@@ -126,7 +139,9 @@ impl Memory {
                     self.load(block, DType::F16 as i32) * f64::from(self.at(block + 2 + i % 32, 1)[0] as i8)
                 })
                 .collect(),
-            Some(d) => (0..k).map(|i| self.load(address + i * d.block_bytes(), dtype)).collect(),
+            Some(d) => (0..k)
+                .map(|i| self.load(address + i * d.block_bytes(), dtype))
+                .collect(),
             None => panic!("type {dtype}"),
         }
     }
@@ -145,7 +160,9 @@ pub fn extent(t: &TensorRecord) -> usize {
     } else {
         (t.ne[0] as usize).saturating_sub(1) * t.nb[0] + d.block_bytes()
     };
-    row + (1..4).map(|i| (t.ne[i] as usize).saturating_sub(1) * t.nb[i]).sum::<usize>()
+    row + (1..4)
+        .map(|i| (t.ne[i] as usize).saturating_sub(1) * t.nb[i])
+        .sum::<usize>()
 }
 
 fn indices(ne: [i64; 4]) -> impl Iterator<Item = [usize; 4]> {
@@ -193,7 +210,11 @@ fn rotate(v: &mut [f64], pos: f64, r: &Rotation) {
     for i in 0..r.n_dims / 2 {
         let factor = r.factors.map_or(1.0, |f| f[i]);
         let theta = r.scale * pos * r.base.powf(-2.0 * i as f64 / r.n_dims as f64) / factor;
-        let (a, b) = if r.neox { (i, i + r.n_dims / 2) } else { (2 * i, 2 * i + 1) };
+        let (a, b) = if r.neox {
+            (i, i + r.n_dims / 2)
+        } else {
+            (2 * i, 2 * i + 1)
+        };
         let (x, y) = (v[a], v[b]);
         v[a] = (x * theta.cos() - y * theta.sin()) * r.attn;
         v[b] = (x * theta.sin() + y * theta.cos()) * r.attn;
@@ -212,7 +233,9 @@ fn attend(q: &[f64], scale: f64, softcap: f64, rows: impl Iterator<Item = (Vec<f
         total += weight;
         out.iter_mut().zip(&v).for_each(|(out, v)| *out += weight * v);
     }
-    out.iter().map(|out| if total > 0.0 { out / total } else { 0.0 }).collect()
+    out.iter()
+        .map(|out| if total > 0.0 { out / total } else { 0.0 })
+        .collect()
 }
 
 /// Runs one node as ggml defines it.
@@ -223,14 +246,15 @@ pub fn run_node(m: &mut Memory, g: &GraphRecord, id: usize) {
         return;
     }
     let src = |i: usize| &g.tensors[t.src[i].unwrap()];
-    let broadcast = |s: &TensorRecord, i: [usize; 4]| {
-        element(s, [0, 1, 2, 3].map(|d| i[d] % s.ne[d] as usize))
-    };
+    let broadcast = |s: &TensorRecord, i: [usize; 4]| element(s, [0, 1, 2, 3].map(|d| i[d] % s.ne[d] as usize));
     let mut out = Vec::new();
     match op {
         Op::Add | Op::Mul => {
             for i in indices(t.ne) {
-                let (a, b) = (m.load(element(src(0), i), src(0).dtype), m.load(broadcast(src(1), i), src(1).dtype));
+                let (a, b) = (
+                    m.load(element(src(0), i), src(0).dtype),
+                    m.load(broadcast(src(1), i), src(1).dtype),
+                );
                 out.push(if op == Op::Add { a + b } else { a * b });
             }
         }
@@ -254,7 +278,13 @@ pub fn run_node(m: &mut Memory, g: &GraphRecord, id: usize) {
                 let w_row = element(w, [0, i[0], 0, 0]);
                 let weights = m.weights(w_row, w.dtype, w.ne[0] as usize);
                 let x_row = element(x, [0, i[1], i[2], i[3]]);
-                out.push(weights.iter().enumerate().map(|(k, w)| w * m.load(x_row + k * x.nb[0], x.dtype)).sum());
+                out.push(
+                    weights
+                        .iter()
+                        .enumerate()
+                        .map(|(k, w)| w * m.load(x_row + k * x.nb[0], x.dtype))
+                        .sum(),
+                );
             }
         }
         Op::Rope => {
@@ -274,13 +304,20 @@ pub fn run_node(m: &mut Memory, g: &GraphRecord, id: usize) {
                     attn: param_f(t, 8),
                     factors: factors.as_deref(),
                 };
-                rotate(&mut v, m.index(src(1).data as usize, src(1).dtype, row[2]) as f64, &rotation);
+                rotate(
+                    &mut v,
+                    m.index(src(1).data as usize, src(1).dtype, row[2]) as f64,
+                    &rotation,
+                );
                 out.extend(v);
             }
         }
         Op::Glu => {
             for i in indices(t.ne) {
-                let (g, u) = (m.load(element(src(0), i), src(0).dtype), m.load(element(src(1), i), src(1).dtype));
+                let (g, u) = (
+                    m.load(element(src(0), i), src(0).dtype),
+                    m.load(element(src(1), i), src(1).dtype),
+                );
                 out.push(activation(param(t, 0), g) * u);
             }
         }
@@ -297,17 +334,26 @@ pub fn run_node(m: &mut Memory, g: &GraphRecord, id: usize) {
         Op::FlashAttnExt => {
             let (q, k, v) = (src(0), src(1), src(2));
             let mask = t.src.get(3).copied().flatten().map(|id| &g.tensors[id]);
-            assert!(param(t, 1) == 0 && t.src.len() <= 4, "no interpreter for ALiBi and sinks");
+            assert!(
+                param(t, 1) == 0 && t.src.len() <= 4,
+                "no interpreter for ALiBi and sinks"
+            );
             let (group, dims) = ((q.ne[2] / k.ne[2]) as usize, q.ne[0] as usize);
             for i in indices([1, q.ne[2], q.ne[1], q.ne[3]]) {
                 let (head, token, stream) = (i[1], i[2], i[3]);
                 let row = |x: &TensorRecord, at: [usize; 3]| -> Vec<f64> {
-                    (0..dims).map(|d| m.load(element(x, [d, at[0], at[1], at[2]]), x.dtype)).collect()
+                    (0..dims)
+                        .map(|d| m.load(element(x, [d, at[0], at[1], at[2]]), x.dtype))
+                        .collect()
                 };
                 let query = row(q, [token, head, stream]);
                 let rows = (0..k.ne[1] as usize).map(|c| {
                     let bias = mask.map_or(0.0, |x| m.load(broadcast(x, [c, token, head, stream]), x.dtype));
-                    (row(k, [c, head / group, stream]), row(v, [c, head / group, stream]), bias)
+                    (
+                        row(k, [c, head / group, stream]),
+                        row(v, [c, head / group, stream]),
+                        bias,
+                    )
                 });
                 out.extend(attend(&query, param_f(t, 0), param_f(t, 2), rows));
             }
@@ -371,16 +417,13 @@ fn run_gemv(m: &mut Memory, a: &GemvArgs) {
             sum
         };
         if a.glu >= 0 {
-            let mut rows = Vec::new();
             for row in 0..a.seg[0].n_rows as usize {
                 let value = activation(a.glu, product(m, 0, row)) * product(m, 1, row);
-                rows.push(value);
-                if !a.seg[0].dst.is_null() {
-                    m.store(a.seg[0].dst as usize + (t * a.seg[0].dst_stride as usize + row) * 4, 0, value);
-                }
-            }
-            if !a.out_q.qs.is_null() {
-                m.handed_over.insert(a.out_q.qs as usize + t * rows.len(), rows);
+                m.store(
+                    a.seg[0].dst as usize + (t * a.seg[0].dst_stride as usize + row) * 4,
+                    0,
+                    value,
+                );
             }
             continue;
         }
@@ -399,7 +442,11 @@ fn run_part(m: &mut Memory, a: &QkvTailArgs, p: &QkvPart) {
         let row = if p.rows.is_null() {
             t as i64
         } else {
-            m.index(p.rows as usize, if p.rows_i64 != 0 { DType::I64 } else { DType::I32 } as i32, t)
+            m.index(
+                p.rows as usize,
+                if p.rows_i64 != 0 { DType::I64 } else { DType::I32 } as i32,
+                t,
+            )
         };
         for head in 0..p.n_heads as usize {
             let mut v = m.f32s(p.src as usize + (t * p.src_stride as usize + head * n) * 4, n);
@@ -419,7 +466,11 @@ fn run_part(m: &mut Memory, a: &QkvTailArgs, p: &QkvPart) {
                     attn: a.rope.attn_factor.into(),
                     factors: factors.as_deref(),
                 };
-                rotate(&mut v, m.index(a.rope.pos as usize, DType::I32 as i32, t) as f64, &rotation);
+                rotate(
+                    &mut v,
+                    m.index(a.rope.pos as usize, DType::I32 as i32, t) as f64,
+                    &rotation,
+                );
             }
             let size = DType::from_number(p.dst_type).unwrap().block_bytes();
             for (i, value) in v.iter().enumerate() {
@@ -439,9 +490,12 @@ fn run_dec_attn(m: &mut Memory, a: &DecAttnArgs) {
             for head in 0..a.n_heads {
                 let head_kv = i64::from(head / group);
                 let f16s = |m: &Memory, address: i64, n: usize| -> Vec<f64> {
-                    (0..n).map(|i| m.load(address as usize + 2 * i, DType::F16 as i32)).collect()
+                    (0..n)
+                        .map(|i| m.load(address as usize + 2 * i, DType::F16 as i32))
+                        .collect()
                 };
-                let q = a.q as i64 + stream * a.q_stream_bytes + token * a.q_token_bytes + i64::from(head) * a.q_head_bytes;
+                let q =
+                    a.q as i64 + stream * a.q_stream_bytes + token * a.q_token_bytes + i64::from(head) * a.q_head_bytes;
                 let q = m.f32s(q as usize, n);
                 let rows = (0..i64::from(a.n_kv)).map(|row| {
                     let k = a.k as i64 + stream * a.k_stream_bytes + head_kv * a.k_head_bytes + row * a.k_row_bytes;
@@ -486,7 +540,10 @@ impl FakeDevice {
 impl BlockSource for FakeDevice {
     fn allocate(&self, bytes: usize, _zeroed: usize, _stream: usize) -> Result<usize, String> {
         // Every block starts at the same place: stale addresses would show.
-        assert!(bytes <= 1 << 20, "the engine asks for at least 1 MiB, tests use little of it");
+        assert!(
+            bytes <= 1 << 20,
+            "the engine asks for at least 1 MiB, tests use little of it"
+        );
         Ok(ARENA)
     }
     fn free(&self, _address: usize) {}
@@ -498,7 +555,10 @@ impl Backend for FakeDevice {
         let mut failing = self.failing.lock().unwrap();
         if *failing == Some(launches.len()) {
             *failing = None;
-            return Err(CudaError::Runtime { code: 700, name: "planted".into() });
+            return Err(CudaError::Runtime {
+                code: 700,
+                name: "planted".into(),
+            });
         }
         let mut call = *call;
         (self.tamper)(&mut call);
@@ -508,7 +568,9 @@ impl Backend for FakeDevice {
             KernelCall::Norm(a) => run_norm(&mut m, &a),
             KernelCall::Gemv(a) => run_gemv(&mut m, &a),
             KernelCall::DecAttn(a) => run_dec_attn(&mut m, &a),
-            KernelCall::QkvTail(a) => a.part[..a.n_parts as usize].iter().for_each(|p| run_part(&mut m, &a, p)),
+            KernelCall::QkvTail(a) => a.part[..a.n_parts as usize]
+                .iter()
+                .for_each(|p| run_part(&mut m, &a, p)),
         }
         Ok(())
     }
@@ -534,10 +596,15 @@ pub struct FusedRun {
     pub status: EvalStatus,
 }
 
+/// Settings with every window on, also those that wait for their evidence.
+pub fn all_on() -> Settings {
+    Settings::from_vars(WINDOWS.iter().map(|w| (w.switch.to_owned(), "0".to_owned())))
+}
+
 /// Memory after running the graph as the host's loop does, with the engine in it.
 pub fn run_fused(record: &GraphRecord, memory: &Memory) -> FusedRun {
     let device = FakeDevice::new(memory.clone());
-    let engine = Engine::new(Settings::from_vars([]), Box::new(device.clone()));
+    let engine = Engine::new(all_on(), Box::new(device.clone()));
     let owned = OwnedGraph::new(record).unwrap();
     run_with(&engine, &device, &owned, record)
 }
@@ -576,7 +643,9 @@ pub fn observable(record: &GraphRecord) -> Vec<usize> {
     (0..record.tensors.len())
         .filter(|&id| {
             let t = &record.tensors[id];
-            let float = [DType::F32, DType::F16, DType::BF16].iter().any(|&d| d as i32 == t.dtype);
+            let float = [DType::F32, DType::F16, DType::BF16]
+                .iter()
+                .any(|&d| d as i32 == t.dtype);
             let cache = !is_node(id) && t.name.starts_with("cache");
             let result = is_node(id) && !Op::from_code(t.code).is_view();
             float && (cache || result && (t.uses == 0 || t.flags & ggml_flashrt::graph::FLAG_OUTPUT != 0))
@@ -589,7 +658,10 @@ pub fn difference(record: &GraphRecord, stock: &Memory, fused: &Memory) -> Optio
     for id in observable(record) {
         let t = &record.tensors[id];
         let (want, got) = (stock.values(t), fused.values(t));
-        let scale = want.iter().filter(|v| v.is_finite()).fold(1e-3f64, |m, v| m.max(v.abs()));
+        let scale = want
+            .iter()
+            .filter(|v| v.is_finite())
+            .fold(1e-3f64, |m, v| m.max(v.abs()));
         for (i, (w, g)) in want.iter().zip(&got).enumerate() {
             let same = (w.is_nan() && g.is_nan()) || w == g || (w - g).abs() <= 2e-3 * scale;
             if !same {

@@ -58,7 +58,17 @@ impl Shape {
 impl Shape {
     /// Just large enough for blocks of 32: for tests that run whole graphs many times.
     pub fn tiny(family: Family) -> Shape {
-        Shape { n_layers: 1, n_embd: 64, n_head: 2, n_head_kv: 1, head_dim: 64, n_ff: 96, n_vocab: 32, n_kv: 8, ..Shape::small(family) }
+        Shape {
+            n_layers: 1,
+            n_embd: 64,
+            n_head: 2,
+            n_head_kv: 1,
+            head_dim: 64,
+            n_ff: 96,
+            n_vocab: 32,
+            n_kv: 8,
+            ..Shape::small(family)
+        }
     }
 }
 
@@ -86,8 +96,22 @@ pub fn model(s: Shape) -> GraphRecord {
     let v_rows = b.input("v_idxs", DType::I64, [s.n_tokens, 1, 1, 1]);
     let mask = b.input("kq_mask", DType::F16, [s.n_kv, s.n_tokens, 1, 1]);
     let ff = (s.family == Family::Llama).then(|| b.weight("rope_freqs", DType::F32, [s.head_dim / 2, 1, 1, 1]));
-    let mut l = Layers { b, s, pos, k_rows, v_rows, mask, freq_factors: ff };
-    let mut x = l.b.node("inp_scaled", Op::Scale, DType::F32, [s.n_embd, s.n_tokens, 1, 1], &[Some(inp)]);
+    let mut l = Layers {
+        b,
+        s,
+        pos,
+        k_rows,
+        v_rows,
+        mask,
+        freq_factors: ff,
+    };
+    let mut x = l.b.node(
+        "inp_scaled",
+        Op::Scale,
+        DType::F32,
+        [s.n_embd, s.n_tokens, 1, 1],
+        &[Some(inp)],
+    );
     l.b.tensor_mut(x).params = vec![f(1.5)];
     for il in 0..s.n_layers {
         x = l.layer(il, x);
@@ -106,7 +130,9 @@ impl Layers {
     fn norm(&mut self, name: &str, x: TensorId) -> TensorId {
         let ne = self.b.tensor_mut(x).ne;
         let w = self.b.weight(&format!("{name}.weight"), DType::F32, [ne[0], 1, 1, 1]);
-        let n = self.b.node(&format!("{name}-n"), Op::RmsNorm, DType::F32, ne, &[Some(x)]);
+        let n = self
+            .b
+            .node(&format!("{name}-n"), Op::RmsNorm, DType::F32, ne, &[Some(x)]);
         self.b.tensor_mut(n).params = vec![f(self.s.norm_eps)];
         self.b.node(name, Op::Mul, DType::F32, ne, &[Some(n), Some(w)])
     }
@@ -114,7 +140,8 @@ impl Layers {
     fn mat_vec(&mut self, name: &str, dtype: DType, x: TensorId, n_rows: i64) -> TensorId {
         let k = self.b.tensor_mut(x).ne[0];
         let w = self.b.weight(&format!("{name}.weight"), dtype, [k, n_rows, 1, 1]);
-        self.b.node(name, Op::MulMat, DType::F32, self.tokens(n_rows), &[Some(w), Some(x)])
+        self.b
+            .node(name, Op::MulMat, DType::F32, self.tokens(n_rows), &[Some(w), Some(x)])
     }
 
     fn add(&mut self, name: &str, a: TensorId, b: TensorId) -> TensorId {
@@ -130,7 +157,8 @@ impl Layers {
             p = self.add(&format!("{name}+b"), p, bias);
         }
         let ne = [self.s.head_dim, heads, self.s.n_tokens, 1];
-        self.b.view_node(&format!("{name} (reshaped)"), Op::Reshape, p, ne, 0, &[Some(p)])
+        self.b
+            .view_node(&format!("{name} (reshaped)"), Op::Reshape, p, ne, 0, &[Some(p)])
     }
 
     fn rotated(&mut self, name: &str, heads: TensorId) -> TensorId {
@@ -140,11 +168,26 @@ impl Layers {
         }
         let ne = self.b.tensor_mut(x).ne;
         let src = [Some(x), Some(self.pos), self.freq_factors];
-        let src = if self.freq_factors.is_some() { &src[..] } else { &src[..2] };
+        let src = if self.freq_factors.is_some() {
+            &src[..]
+        } else {
+            &src[..2]
+        };
         let r = self.b.node(&format!("{name}_rope"), Op::Rope, DType::F32, ne, src);
         let mode = if self.s.family == Family::Llama { 0 } else { 2 };
-        self.b.tensor_mut(r).params =
-            vec![0, self.s.head_dim as i32, mode, 0, 8192, f(10000.0), f(1.0), f(0.0), f(1.0), f(32.0), f(1.0)];
+        self.b.tensor_mut(r).params = vec![
+            0,
+            self.s.head_dim as i32,
+            mode,
+            0,
+            8192,
+            f(10000.0),
+            f(1.0),
+            f(0.0),
+            f(1.0),
+            f(32.0),
+            f(1.0),
+        ];
         r
     }
 
@@ -159,7 +202,14 @@ impl Layers {
             &[Some(heads)],
         );
         let cache_ne = self.b.tensor_mut(cache).ne;
-        self.b.view_node(name, Op::SetRows, cache, cache_ne, 0, &[Some(flat), Some(rows), Some(cache)])
+        self.b.view_node(
+            name,
+            Op::SetRows,
+            cache,
+            cache_ne,
+            0,
+            &[Some(flat), Some(rows), Some(cache)],
+        )
     }
 
     fn layer(&mut self, il: usize, x: TensorId) -> TensorId {
@@ -178,7 +228,9 @@ impl Layers {
             let q = self.rotated(&format!("Qcur-{il}"), q);
             let k = self.rotated(&format!("Kcur-{il}"), k);
             let ne = self.b.tensor_mut(q).ne;
-            let scaled = self.b.node(&format!("Qscaled-{il}"), Op::Scale, DType::F32, ne, &[Some(q)]);
+            let scaled = self
+                .b
+                .node(&format!("Qscaled-{il}"), Op::Scale, DType::F32, ne, &[Some(q)]);
             self.b.tensor_mut(scaled).params = vec![f(0.0625)];
             (scaled, k, v)
         } else {
@@ -215,19 +267,35 @@ impl Layers {
         );
         self.b.tensor_mut(attn).params = vec![f(if gemma { 1.0 } else { (s.head_dim as f32).powf(-0.5) }), 0, 0, 10];
         let ne = self.tokens(s.head_dim * s.n_head);
-        let flat = self.b.view_node(&format!("kqv_out-{il}"), Op::Reshape, attn, ne, 0, &[Some(attn)]);
+        let flat = self
+            .b
+            .view_node(&format!("kqv_out-{il}"), Op::Reshape, attn, ne, 0, &[Some(attn)]);
         let out = self.mat_vec(&format!("attn_out-{il}"), t_out, flat, s.n_embd);
-        let out = if gemma { self.norm(&format!("attn_post_norm-{il}"), out) } else { out };
+        let out = if gemma {
+            self.norm(&format!("attn_post_norm-{il}"), out)
+        } else {
+            out
+        };
         let residual = self.add(&format!("ffn_inp-{il}"), out, x);
 
         let normed = self.norm(&format!("ffn_norm-{il}"), residual);
         let up = self.mat_vec(&format!("ffn_up-{il}"), t_ffn, normed, s.n_ff);
         let gate = self.mat_vec(&format!("ffn_gate-{il}"), t_ffn, normed, s.n_ff);
         let ne = self.tokens(s.n_ff);
-        let glu = self.b.node(&format!("ffn_glu-{il}"), Op::Glu, DType::F32, ne, &[Some(gate), Some(up)]);
+        let glu = self.b.node(
+            &format!("ffn_glu-{il}"),
+            Op::Glu,
+            DType::F32,
+            ne,
+            &[Some(gate), Some(up)],
+        );
         self.b.tensor_mut(glu).params = vec![if gemma { 1 } else { 2 }];
         let down = self.mat_vec(&format!("ffn_out-{il}"), t_out, glu, s.n_embd);
-        let down = if gemma { self.norm(&format!("ffn_post_norm-{il}"), down) } else { down };
+        let down = if gemma {
+            self.norm(&format!("ffn_post_norm-{il}"), down)
+        } else {
+            down
+        };
         self.add(&format!("l_out-{il}"), down, residual)
     }
 }

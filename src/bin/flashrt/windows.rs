@@ -19,6 +19,7 @@ pub fn run(args: Args) -> Result<()> {
     let status = |index: usize| match () {
         () if !window::compiled() => "not compiled (no CUDA)",
         () if settings.disabled => "off (GGML_FLASHRT_DISABLE)",
+        () if settings.off[index] && !WINDOWS[index].on_by_default => "off (until its switch is 0)",
         () if settings.off[index] => "off (its switch)",
         () => "on",
     };
