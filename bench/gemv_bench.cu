@@ -488,7 +488,6 @@ double time_graph(const Device & d, int n, bool pdl, int repeats, const Launcher
 int launches_for(size_t bytes) { return static_cast<int>(std::clamp<size_t>(kPool / bytes, 3, 160)); }
 
 __global__ void nothing_kernel() {
-    frt::pdl_launch_dependents();
     frt::pdl_wait();
 }
 

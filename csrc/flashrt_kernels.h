@@ -48,6 +48,7 @@ typedef struct frt_norm_args {
 int frt_norm(const frt_norm_args * args, frt_launch launch);
 
 // ---- mat-vec --------------------------------------------------------------------------------------------------------
+// Weights are read in pieces of 16 bytes: up to 15 bytes behind the last row may be read too. ggml pads every tensor to 128.
 // Weight types by their GGUF number (ggml_type): F16 1, BF16 30, Q4_0 2, Q5_0 6, Q8_0 8, Q4_K 12, Q5_K 13, Q6_K 14.
 enum { FRT_GLU_NONE = -1, FRT_GLU_REGLU = 0, FRT_GLU_GEGLU = 1, FRT_GLU_SWIGLU = 2, FRT_GLU_GEGLU_ERF = 4, FRT_GLU_GEGLU_QUICK = 5 };
 

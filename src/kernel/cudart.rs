@@ -120,11 +120,13 @@ pub struct Buffer<T: Plain> {
 }
 
 impl<T: Plain> Buffer<T> {
-    /// Uninitialised, on the current device. Not while a stream is being captured.
+    /// Uninitialised, on the current device. Not while a stream is being captured. Ends on a whole number of 16 bytes, as a
+    /// tensor in a buffer of ggml does: mat-vecs copy weights in such pieces.
     pub fn new(len: usize) -> Result<Buffer<T>, CudaError> {
         let mut ptr = ptr::null_mut();
+        let bytes = (len.max(1) * size_of::<T>()).next_multiple_of(16);
         // SAFETY: writes `ptr`.
-        CudaError::check(unsafe { ffi::cudaMalloc(&mut ptr, len.max(1) * size_of::<T>()) })?;
+        CudaError::check(unsafe { ffi::cudaMalloc(&mut ptr, bytes) })?;
         Ok(Buffer {
             ptr,
             len,
