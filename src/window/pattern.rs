@@ -104,6 +104,8 @@ pub struct Pattern {
     any: u64,
     /// Steps that are always there.
     n_required: usize,
+    /// By operation: its steps, as bits.
+    by_op: [u16; 64],
 }
 
 impl Pattern {
@@ -155,6 +157,10 @@ impl Pattern {
             .fold(0, |bits, (s, _)| bits | 1 << s.op as u8);
         let any = steps.iter().fold(0, |bits, s| bits | 1 << s.op as u8);
         let n_required = (0..steps.len()).filter(|&i| required(i)).count();
+        let mut by_op = [0; 64];
+        for (i, s) in steps.iter().enumerate() {
+            by_op[s.op as usize] |= 1 << i;
+        }
         Pattern {
             steps,
             operands,
@@ -164,6 +170,7 @@ impl Pattern {
             first,
             any,
             n_required,
+            by_op,
         }
     }
 
@@ -352,8 +359,12 @@ fn extend<'g>(graph: GraphRef<'g>, ops: &[Op], state: &mut Match<'g>) -> bool {
     }
     if position < ops.len() {
         let node = graph.node(position);
-        for (i, step) in pattern.steps.iter().enumerate() {
-            if step.op != ops[position] || state.steps[i].is_some() {
+        let mut candidates = pattern.by_op[ops[position] as usize];
+        while candidates != 0 {
+            let i = candidates.trailing_zeros() as usize;
+            candidates &= candidates - 1;
+            let step = &pattern.steps[i];
+            if state.steps[i].is_some() {
                 continue;
             }
             for exchanged in [false, true] {
