@@ -16,7 +16,7 @@ namespace frt {
 
 // Waits until all earlier grids are complete and their writes are visible, then lets the next grid start once every block has
 // come here. Not before the wait: grids would then pile up behind one another, each holding its share of the multiprocessors
-// while it waits, and the one that works would be slower (Gemma 3 270M: 7 % of a token). No-op where PDL does not exist.
+// while it waits, and the one that works would be slower. No-op where PDL does not exist.
 __device__ __forceinline__ void pdl_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

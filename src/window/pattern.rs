@@ -100,8 +100,6 @@ pub struct Pattern {
     with: Vec<Option<usize>>,
     /// Operations that the first node of a run can have, as bits.
     first: u64,
-    /// Operations of any step, as bits.
-    any: u64,
     /// Steps that are always there.
     n_required: usize,
     /// By operation: its steps, as bits.
@@ -155,7 +153,6 @@ impl Pattern {
             .zip(&operands)
             .filter(|(_, o)| starts(o))
             .fold(0, |bits, (s, _)| bits | 1 << s.op as u8);
-        let any = steps.iter().fold(0, |bits, s| bits | 1 << s.op as u8);
         let n_required = (0..steps.len()).filter(|&i| required(i)).count();
         let mut by_op = [0; 64];
         for (i, s) in steps.iter().enumerate() {
@@ -168,7 +165,6 @@ impl Pattern {
             outputs,
             with,
             first,
-            any,
             n_required,
             by_op,
         }
@@ -187,13 +183,12 @@ impl Pattern {
     /// Can a run start here? A look at the operations alone, which settles most nodes.
     #[inline]
     pub fn may_start(&self, ops: &[Op], start: usize) -> bool {
-        let within = |op: Op, bits: u64| bits & (1 << op as u8) != 0;
         let Some(run) = ops.get(start..) else { return false };
-        run.first().is_some_and(|&op| within(op, self.first))
+        run.first().is_some_and(|&op| self.first & (1 << op as u8) != 0)
             && run
                 .iter()
                 .filter(|op| !op.is_view())
-                .take_while(|&&op| within(op, self.any))
+                .take_while(|&&op| self.by_op[op as usize] != 0)
                 .take(self.n_required)
                 .count()
                 == self.n_required
