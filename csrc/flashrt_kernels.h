@@ -27,6 +27,15 @@ typedef struct frt_q8 {
     float *  ds;  // [n_tokens][k / 32][2]: d = max|x| / 127, and s = d * sum(qs)
 } frt_q8;
 
+// Activations as f16 in the layout that the tensor cores of sm_90a read from shared memory: the hand-off between whatever makes
+// an input and the mat-muls that read it. A row is scaled by a power of two so that its largest value lies in [2^13, 2^14): nothing
+// overflows, and nothing above 2^-38 of the largest value underflows to 0.
+typedef struct frt_h16 {
+    void *  x;      // f16 [k / 64][n_tokens rounded up to 8][64], k % 64 == 0, on 1024 bytes. In each row of 64 values the piece of 8
+                    // values c lies at c ^ (token % 8). Rows behind n_tokens are not written
+    float * scale;  // [n_tokens]: the value is scale * x. 1 for a row of zeros; a row with Inf or NaN has them in x, and scale 1
+} frt_h16;
+
 #define FRT_MAX_TOKENS 8  // rows of activations a mat-vec takes at most
 
 // ---- norm -----------------------------------------------------------------------------------------------------------
@@ -129,6 +138,34 @@ typedef struct frt_dec_attn_args {
     float         scale, softcap;
 } frt_dec_attn_args;
 int frt_dec_attn(const frt_dec_attn_args * args, frt_launch launch);
+
+// ---- mat-mul with many rows (sm_90a) --------------------------------------------------------------------------------
+// dst[t][r] = sum_k w[r][k] * x[t][k] (+ bias[r]) (+ res[t][r]), or with glu != NONE: dst[t][r] = act(w[r] . x[t]) * (w2[r] . x[t]).
+// Weights are dequantised to f16 on the way to the tensor cores (BF16 weights: exactly where f16 can hold them); sums are f32. res may
+// lie exactly over dst. Results do not depend on sm_count, and are the same bits from run to run.
+typedef struct frt_mm_args {
+    int32_t       type;     // ggml_type of w and w2
+    int32_t       glu;
+    const void *  w;        // n_rows rows, row_bytes apart
+    const void *  w2;       // with glu: the same shape
+    int64_t       row_bytes;
+    int32_t       n_rows, k, n_tokens;
+    frt_h16       x;
+    float *       dst;  int64_t dst_stride;
+    const float * bias;     // [n_rows] or null
+    const float * res;  int64_t res_stride;  // or null
+} frt_mm_args;
+int frt_mm(const frt_mm_args * args, frt_launch launch);
+// 1 if frt_mm has an instantiation for this type and shape in this build, and the current device can run it.
+int frt_mm_supports(int32_t type, int32_t k, int32_t glu);
+
+// f32 rows to frt_h16.
+typedef struct frt_h16_args {
+    const float * x;  int64_t x_stride;
+    frt_h16       y;
+    int32_t       k, n_tokens;
+} frt_h16_args;
+int frt_to_h16(const frt_h16_args * args, frt_launch launch);
 
 // Architectures this archive was compiled for, e.g. "sm_90a compute_90".
 const char * frt_archs(void);
