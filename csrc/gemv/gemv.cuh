@@ -19,6 +19,7 @@
 // Shared memory: 8 rings of at most 8.75 KB, and the activations (a byte a value, 4 for F16/BF16, and 8 bytes per block of 32).
 // Registers: at most 80 for one token, 128 for more; no spills.
 #pragma once
+#include "../common/glu.cuh"
 #include "../common/pdl.cuh"
 #include "../common/reduce.cuh"
 #include "../quant/q8.cuh"
@@ -67,17 +68,6 @@ __device__ __forceinline__ void copy_16(uint32_t to_shared, const uint8_t * from
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void copies_wait_until_pending() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
-// ggml's definitions (ops.cpp, unary.cu), of f32.
-__device__ __forceinline__ float glu_act(int glu, float x) {
-    switch (glu) {
-        case FRT_GLU_REGLU: return fmaxf(x, 0.0f);
-        case FRT_GLU_GEGLU: return 0.5f * x * (1.0f + tanhf(0.79788456080286535588f * x * (1.0f + 0.044715f * x * x)));
-        case FRT_GLU_SWIGLU: return x / (1.0f + expf(-x));
-        case FRT_GLU_GEGLU_ERF: return 0.5f * x * (1.0f + erff(x * 0.70710678118654752440f));
-        default: return x * (1.0f / (1.0f + expf(-1.702f * x)));  // FRT_GLU_GEGLU_QUICK
-    }
 }
 
 struct RowOf {
