@@ -31,7 +31,7 @@ typedef struct frt_q8 {
 // an input and the mat-muls that read it. A row is scaled by a power of two so that its largest value lies in [2^13, 2^14): nothing
 // overflows, and nothing above 2^-38 of the largest value underflows to 0.
 typedef struct frt_h16 {
-    void *  x;      // f16 [k / 64][n_tokens rounded up to 8][64], k % 64 == 0, on 1024 bytes. Of each 64 values, the piece of 16 bytes
+    void *  x;      // f16 [k / 64][n_tokens rounded up to 8][64], k % 64 == 0, on 128 bytes. Of each 64 values, the piece of 16 bytes
                     // c < 8 lies at c ^ (token % 8) and holds, for q = 0 .. 3, the values 16 q + 2 c and 16 q + 2 c + 1. Rows behind
                     // n_tokens are not written
     float * scale;  // [n_tokens]: the value is scale * x. 1 for a row of zeros; a row with Inf or NaN has them in x, and scale 1

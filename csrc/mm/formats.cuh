@@ -6,8 +6,9 @@
 //   kAlign          bytes that every address in a row is a multiple of, when the row starts on 16 bytes
 //   kBlock, kBytes  weights of a block and the bytes they take
 //   kPieces, piece  the pieces of bytes that span s (kSpan weights) of a row consists of; longest: the bytes of the longest one
-//   dequantise      weights 16 e to 16 e + 15 of span s (e < 8) as f16, two in a word, in order. Piece p of the row begins at byte
-//                   at[p] of its 16-byte aligned home in shared memory
+//   Row             a span of a row, for a thread that has the weights 16 (4 h + quarter) .. + 15 of it for h = 0 and 1
+//     Row           piece p of the row begins at byte at[p] of its 16-byte aligned home in shared memory
+//     part<h>       those weights as f16, two in a word, in order
 //
 // Quants become f16 without a conversion instruction: 0x6400 | q is the f16 number 1024 + q for q < 1024, so one byte
 // permutation makes two of them and one subtraction, exact, takes the 1024 (and the format's offset) away. Scales are
@@ -52,14 +53,19 @@ FRT_HD uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
-constexpr uint32_t k1024 = 0x64646464;  // upper byte of the f16 numbers 1024 to 1279, four times
-
-// Bytes 2 h and 2 h + 1 of a word as two f16, minus `offset` (1024 plus whatever the format wants to take away, as f16, twice).
-FRT_HD uint32_t pair_of(uint32_t bytes, int h, uint32_t offset) { return sub2(pick_bytes(bytes, k1024, h ? 0x4342 : 0x4140), offset); }
+// Upper bytes of the f16 numbers from 1024 on, whose last bit is 1, and of those from 64 on, whose last bit is 1/16; four times.
+constexpr uint32_t k1024 = 0x64646464, k64 = 0x54545454;
 
 FRT_HD constexpr uint32_t twice(uint32_t f16) { return f16 << 16 | f16; }
-// f16 bits of 1024 + n for whole n < 1024.
+// f16 bits of 1024 + n for whole n < 1024 and of 64 + n for n < 64.
 FRT_HD constexpr uint32_t k1024_plus(uint32_t n) { return twice(0x6400 + n); }
+FRT_HD constexpr uint32_t k64_plus(uint32_t n) { return twice(0x5400 + 16 * n); }
+
+// The four weights of a word of bytes: each byte under the upper byte in `base`, minus `offset`.
+FRT_HD void four_of(uint32_t bytes, uint32_t base, uint32_t offset, uint32_t * out) {
+    out[0] = sub2(pick_bytes(bytes, base, 0x4140), offset);
+    out[1] = sub2(pick_bytes(bytes, base, 0x4342), offset);
+}
 
 // d (f16, twice) times the number in byte b of `bytes` minus `offset`, twice; exact but for the rounding of the product.
 FRT_HD uint32_t times_byte(uint32_t d, uint32_t bytes, int b, uint32_t offset) {
@@ -68,12 +74,6 @@ FRT_HD uint32_t times_byte(uint32_t d, uint32_t bytes, int b, uint32_t offset) {
 
 // Bit i of the number n < 16 to bit 0 of byte i.
 FRT_HD uint32_t spread4(uint32_t n) { return n * 0x00204081u & 0x01010101u; }
-
-// The four weights of a word of bytes, minus `offset`.
-FRT_HD void four_of(uint32_t bytes, uint32_t offset, uint32_t * out) {
-    out[0] = pair_of(bytes, 0, offset);
-    out[1] = pair_of(bytes, 1, offset);
-}
 
 // Times the scale; times the scale plus a minimum.
 FRT_HD void scale_all(uint32_t (&w)[8], uint32_t d) {
@@ -143,74 +143,103 @@ template <int BLOCK, int BYTES> struct Blocks {
     static FRT_HD Piece         piece(int span, int) { return {span * kSpanBytes, kSpanBytes}; }
 };
 
-struct Q8_0 : Blocks<32, 34> {
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[1], int, int e, uint32_t (&out)[8]) {
-        const uint32_t block = at[0] + e / 2 * kBytes;
-        uint32_t       w[4];
-        fetch<4, 2>(row, block + 2 + e % 2 * 16, w);
+// What the rows of formats with blocks of 32 keep: where part 0's block is (part 1's is two blocks further), and the quants of both, which
+// begin at OFFSET of the block, the second 16 weights' 16 bytes further when they have bytes of their own (APART).
+template <typename F, int OFFSET, bool APART, int ALIGN = F::kAlign> struct BlockRow {
+    const uint8_t * block;
+    int             quarter;
+    uint32_t        w[2][4];
+
+    BlockRow() = default;
+    FRT_HD BlockRow(const uint8_t * row, const uint32_t (&at)[1], int, int q) : block(row + at[0] + q / 2 * F::kBytes), quarter(q) {
         FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            four_of(w[i] ^ 0x80808080, k1024_plus(128), out + 2 * i);
+        for (int h = 0; h < 2; ++h) {
+            fetch<4, ALIGN>(row, at[0] + (q / 2 + 2 * h) * F::kBytes + OFFSET + (APART ? q % 2 * 16 : 0), w[h]);
         }
-        scale_all(out, twice(u16_at(row + block)));
     }
+    template <int H> FRT_HD uint32_t d(int offset = 0) const { return twice(u16_at(block + H * 2 * F::kBytes + offset)); }
 };
 
-// Blocks of 16 bytes: the low nibbles are the first 16 weights, the high nibbles the others.
+struct Q8_0 : Blocks<32, 34> {
+    struct Row : BlockRow<Q8_0, 2, true> {
+        using BlockRow::BlockRow;
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                four_of(w[H][i] ^ 0x80808080, k1024, k1024_plus(128), out + 2 * i);
+            }
+            scale_all(out, d<H>());
+        }
+    };
+};
+
+// The low or the high nibbles of bytes as f16 numbers: low ones at 1024, where a unit is the last bit, high ones at 64, where it is the
+// fifth but last.
+struct Nibbles {
+    uint32_t mask, base, offset;
+
+    FRT_HD Nibbles(bool high, uint32_t less)
+        : mask(high ? 0xf0f0f0f0 : 0x0f0f0f0f), base(high ? k64 : k1024), offset(high ? k64_plus(less) : k1024_plus(less)) {}
+    FRT_HD void four(uint32_t bytes, uint32_t * out) const { four_of(bytes & mask, base, offset, out); }
+};
 FRT_HD uint32_t nibbles_of(uint32_t w, int high) { return w >> 4 * high & 0x0f0f0f0f; }
 
+// Blocks of 16 bytes: the low nibbles are the first 16 weights, the high nibbles the others.
 struct Q4_0 : Blocks<32, 18> {
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[1], int, int e, uint32_t (&out)[8]) {
-        const uint32_t block = at[0] + e / 2 * kBytes;
-        uint32_t       w[4];
-        fetch<4, 2>(row, block + 2, w);
-        FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            four_of(nibbles_of(w[i], e % 2), k1024_plus(8), out + 2 * i);
+    struct Row : BlockRow<Q4_0, 2, false> {
+        using BlockRow::BlockRow;
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            const Nibbles nibbles(quarter % 2, 8);
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                nibbles.four(w[H][i], out + 2 * i);
+            }
+            scale_all(out, d<H>());
         }
-        scale_all(out, twice(u16_at(row + block)));
-    }
+    };
 };
 
 struct Q4_1 : Blocks<32, 20> {
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[1], int, int e, uint32_t (&out)[8]) {
-        const uint32_t block = at[0] + e / 2 * kBytes;
-        uint32_t       w[4];
-        fetch<4, 4>(row, block + 4, w);
-        FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            four_of(nibbles_of(w[i], e % 2), k1024_plus(0), out + 2 * i);
+    struct Row : BlockRow<Q4_1, 4, false> {
+        using BlockRow::BlockRow;
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            const Nibbles nibbles(quarter % 2, 0);
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                nibbles.four(w[H][i], out + 2 * i);
+            }
+            scale_all(out, d<H>(), d<H>(2));
         }
-        scale_all(out, twice(u16_at(row + block)), twice(u16_at(row + block + 2)));
-    }
+    };
 };
 
+// The same with a fifth bit of each weight in a word.
 struct Q5_0 : Blocks<32, 22> {
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[1], int, int e, uint32_t (&out)[8]) {
-        const uint32_t block = at[0] + e / 2 * kBytes;
-        const uint32_t fifth = u16_at(row + block + 2 + e % 2 * 2);
-        uint32_t       w[4];
-        fetch<4, 2>(row, block + 6, w);
-        FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            four_of(nibbles_of(w[i], e % 2) | spread4(fifth >> 4 * i & 15) << 4, k1024_plus(16), out + 2 * i);
+    struct Row : BlockRow<Q5_0, 6, false> {
+        using BlockRow::BlockRow;
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            const uint32_t fifth = u16_at(block + H * 2 * kBytes + 2 + quarter % 2 * 2);
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                four_of(nibbles_of(w[H][i], quarter % 2) | spread4(fifth >> 4 * i & 15) << 4, k1024, k1024_plus(16), out + 2 * i);
+            }
+            scale_all(out, d<H>());
         }
-        scale_all(out, twice(u16_at(row + block)));
-    }
+    };
 };
 
 struct Q5_1 : Blocks<32, 24> {
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[1], int, int e, uint32_t (&out)[8]) {
-        const uint32_t block = at[0] + e / 2 * kBytes;
-        const uint32_t fifth = u16_at(row + block + 4 + e % 2 * 2);
-        uint32_t       w[4];
-        fetch<4, 8>(row, block + 8, w);
-        FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            four_of(nibbles_of(w[i], e % 2) | spread4(fifth >> 4 * i & 15) << 4, k1024_plus(0), out + 2 * i);
+    struct Row : BlockRow<Q5_1, 8, false> {
+        using BlockRow::BlockRow;
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            const uint32_t fifth = u16_at(block + H * 2 * kBytes + 4 + quarter % 2 * 2);
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                four_of(nibbles_of(w[H][i], quarter % 2) | spread4(fifth >> 4 * i & 15) << 4, k1024, k1024_plus(0), out + 2 * i);
+            }
+            scale_all(out, d<H>(), d<H>(2));
         }
-        scale_all(out, twice(u16_at(row + block)), twice(u16_at(row + block + 2)));
-    }
+    };
 };
 
 // Sixteen signed bytes plus 128, looked up by nibble.
@@ -219,10 +248,10 @@ struct Table {
 
     // The weights of a word of bytes below 16. The numbers move together into the selector of a permutation, which takes one of eight
     // bytes; another permutation chooses between the lower and the upper eight.
-    FRT_HD void four(uint32_t bytes, uint32_t * out) const {
-        const uint32_t n = pick_bytes(bytes | bytes >> 4, 0, 0x4420), low3 = n & 0x7777;
+    FRT_HD void four(uint32_t numbers, uint32_t * out) const {
+        const uint32_t n = pick_bytes(numbers | numbers >> 4, 0, 0x4420), low3 = n & 0x7777;
         const uint32_t found = pick_bytes(pick_bytes(w[0], w[1], low3), pick_bytes(w[2], w[3], low3), 0x3210 + (n >> 1 & 0x4444));
-        four_of(found, k1024_plus(128), out);
+        four_of(found, k1024, k1024_plus(128), out);
     }
 };
 
@@ -238,34 +267,34 @@ FRT_HD Table table_fp4() {  // twice the E2M1 numbers
 }
 
 struct IQ4_NL : Blocks<32, 18> {
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[1], int, int e, uint32_t (&out)[8]) {
-        const Table    table = table_iq4();
-        const uint32_t block = at[0] + e / 2 * kBytes;
-        uint32_t       w[4];
-        fetch<4, 2>(row, block + 2, w);
-        FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            table.four(nibbles_of(w[i], e % 2), out + 2 * i);
+    struct Row : BlockRow<IQ4_NL, 2, false> {
+        using BlockRow::BlockRow;
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            const Table table = table_iq4();
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                table.four(nibbles_of(w[H][i], quarter % 2), out + 2 * i);
+            }
+            scale_all(out, d<H>());
         }
-        scale_all(out, twice(u16_at(row + block)));
-    }
+    };
 };
 
 // 2^(e - 128): half of what the exponent byte says, because the table holds twice the numbers.
 FRT_HD float e8m0_half(uint32_t e) { return f32_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23); }
 
 struct MXFP4 : Blocks<32, 17> {
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[1], int, int e, uint32_t (&out)[8]) {
-        const Table    table = table_fp4();
-        const uint32_t block = at[0] + e / 2 * kBytes;
-        uint32_t       w[4];
-        fetch<4, 1>(row, block + 1, w);
-        FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            table.four(nibbles_of(w[i], e % 2), out + 2 * i);
+    struct Row : BlockRow<MXFP4, 1, false> {
+        using BlockRow::BlockRow;
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            const Table table = table_fp4();
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                table.four(nibbles_of(w[H][i], quarter % 2), out + 2 * i);
+            }
+            scale_all(out, both(fminf(e8m0_half(block[H * 2 * kBytes]), 65504.0f)));
         }
-        scale_all(out, both(fminf(e8m0_half(row[block]), 65504.0f)));
-    }
+    };
 };
 
 // Half of an unsigned E4M3 number; ggml reads 0x7f as 0.
@@ -276,46 +305,73 @@ FRT_HD float ue4m3_half(uint32_t x) {
 
 // Groups of 16 with a scale each, the second eight weights of a group in the high nibbles.
 struct NVFP4 : Blocks<64, 36> {
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[1], int, int e, uint32_t (&out)[8]) {
-        const Table    table = table_fp4();
-        const uint32_t block = at[0] + e / 4 * kBytes;
-        uint32_t       w[2];
-        fetch<2, 4>(row, block + 4 + e % 4 * 8, w);
-        FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            table.four(nibbles_of(w[i % 2], i / 2), out + 2 * i);
+    struct Row {
+        uint32_t w[2][2], scale[2];
+
+        Row() = default;
+        FRT_HD Row(const uint8_t * row, const uint32_t (&at)[1], int, int q) {
+            FRT_UNROLL
+            for (int h = 0; h < 2; ++h) {
+                fetch<2, 4>(row, at[0] + h * kBytes + 4 + q * 8, w[h]);
+                scale[h] = row[at[0] + h * kBytes + q];
+            }
         }
-        scale_all(out, both(ue4m3_half(row[block + e % 4])));
-    }
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            const Table table = table_fp4();
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                table.four(nibbles_of(w[H][i % 2], i / 2), out + 2 * i);
+            }
+            scale_all(out, both(ue4m3_half(scale[H])));
+        }
+    };
 };
 
 struct F16 : Blocks<8, 16> {
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[1], int, int e, uint32_t (&out)[8]) {
-        fetch<8, 16>(row, at[0] + e * 32, out);
-    }
+    struct Row {
+        const uint8_t * bytes;
+
+        Row() = default;
+        FRT_HD Row(const uint8_t * row, const uint32_t (&at)[1], int, int q) : bytes(row + at[0] + q * 32) {}
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const { fetch<8, 16>(bytes, H * 128, out); }
+    };
 };
 
 struct BF16 : Blocks<8, 16> {
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[1], int, int e, uint32_t (&out)[8]) {
-        fetch<8, 16>(row, at[0] + e * 32, out);
-        FRT_UNROLL
-        for (int i = 0; i < 8; ++i) {
-            out[i] = bits_of(__floats2half2_rn(f32_bits(out[i] << 16), f32_bits(out[i] & 0xffff0000u)));
+    struct Row : F16::Row {
+        using F16::Row::Row;
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            F16::Row::part<H>(out);
+            FRT_UNROLL
+            for (int i = 0; i < 8; ++i) {
+                out[i] = bits_of(__floats2half2_rn(f32_bits(out[i] << 16), f32_bits(out[i] & 0xffff0000u)));
+            }
         }
-    }
+    };
 };
 
 // ---- blocks of 256: a span is half of one ---------------------------------------------------------------------------------
 
-// Q4_K and Q5_K have groups of 32 with a 6-bit scale and a 6-bit minimum. head: f16 d, f16 dmin, 12 bytes of both, packed; group g.
-FRT_HD void scale_k(uint32_t (&w)[8], const uint32_t (&head)[4], int g) {
-    const int      by = g % 4 * 8;
-    const uint32_t s = head[1] >> by, m = head[2] >> by, top = head[3] >> by;
-    const uint32_t sc = g < 4 ? s & 63 : (top & 15) | (s >> 2 & 48);
-    const uint32_t mn = g < 4 ? m & 63 : (top >> 4 & 15) | (m >> 2 & 48);
-    const uint32_t d = pick_bytes(head[0], 0, 0x1010), dmin = pick_bytes(head[0], 0, 0x3232) ^ 0x80008000;
-    scale_all(w, times_byte(d, sc, 0, k1024_plus(0)), times_byte(dmin, mn, 0, k1024_plus(0)));
-}
+// Q4_K and Q5_K have groups of 32 with a 6-bit scale and a 6-bit minimum; part H is in group 4 (span % 2) + 2 H + quarter / 2. The head of
+// a block is f16 d, f16 dmin and 12 bytes of both, packed.
+struct RowK {
+    uint32_t d[2], m[2];
+
+    RowK() = default;
+    FRT_HD RowK(const uint8_t * head_bytes, uint32_t at, int span, int quarter) {
+        uint32_t head[4];
+        fetch<4, 16>(head_bytes, at, head);
+        const bool     second = span % 2;
+        const uint32_t sc = second ? (head[3] & 0x0f0f0f0f) | (head[1] >> 2 & 0x30303030) : head[1] & 0x3f3f3f3f;
+        const uint32_t mn = second ? (head[3] >> 4 & 0x0f0f0f0f) | (head[2] >> 2 & 0x30303030) : head[2] & 0x3f3f3f3f;
+        const uint32_t scale = pick_bytes(head[0], 0, 0x1010), dmin = pick_bytes(head[0], 0, 0x3232) ^ 0x80008000;
+        FRT_UNROLL
+        for (int h = 0; h < 2; ++h) {
+            d[h] = times_byte(scale, sc >> quarter / 2 * 8, 2 * h, k1024_plus(0));
+            m[h] = times_byte(dmin, mn >> quarter / 2 * 8, 2 * h, k1024_plus(0));
+        }
+    }
+};
 
 struct Q4_K {
     static constexpr int kBlock = 256, kBytes = 144, kAlign = 16, kPieces = 2;
@@ -324,16 +380,25 @@ struct Q4_K {
         const int block = span / 2 * kBytes;
         return p == 0 ? Piece{block, 16} : Piece{block + 16 + span % 2 * 64, 64};
     }
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[2], int span, int e, uint32_t (&out)[8]) {
-        uint32_t head[4], w[4];
-        fetch<4, 16>(row, at[0], head);
-        fetch<4, 16>(row, at[1] + e / 4 * 32 + e % 2 * 16, w);
-        FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            four_of(nibbles_of(w[i], e / 2 % 2), k1024_plus(0), out + 2 * i);
+    struct Row : RowK {
+        int      quarter;
+        uint32_t w[2][4];
+
+        Row() = default;
+        FRT_HD Row(const uint8_t * row, const uint32_t (&at)[2], int span, int q)
+            : RowK(row, at[0], span, q), quarter(q) {
+            fetch<4, 16>(row, at[1] + q % 2 * 16, w[0]);
+            fetch<4, 16>(row, at[1] + q % 2 * 16 + 32, w[1]);
         }
-        scale_k(out, head, span % 2 * 4 + e / 2);
-    }
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            const Nibbles nibbles(quarter / 2, 0);
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                nibbles.four(w[H][i], out + 2 * i);
+            }
+            scale_all(out, d[H], m[H]);
+        }
+    };
 };
 
 struct Q5_K {
@@ -343,18 +408,24 @@ struct Q5_K {
         const int block = span / 2 * kBytes;
         return p == 0 ? Piece{block, 16} : p == 1 ? Piece{block + 16, 32} : Piece{block + 48 + span % 2 * 64, 64};
     }
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[3], int span, int e, uint32_t (&out)[8]) {
-        const int g = span % 2 * 4 + e / 2;
-        uint32_t  head[4], fifth[4], w[4];
-        fetch<4, 16>(row, at[0], head);
-        fetch<4, 16>(row, at[1] + e % 2 * 16, fifth);
-        fetch<4, 16>(row, at[2] + e / 4 * 32 + e % 2 * 16, w);
-        FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            four_of(nibbles_of(w[i], e / 2 % 2) | (fifth[i] >> g & 0x01010101) << 4, k1024_plus(0), out + 2 * i);
+    struct Row : RowK {
+        const uint8_t *fifth, *qs;
+        int            high, bit;  // of part 0
+
+        Row() = default;
+        FRT_HD Row(const uint8_t * row, const uint32_t (&at)[3], int span, int q)
+            : RowK(row, at[0], span, q), fifth(row + at[1] + q % 2 * 16), qs(row + at[2] + q % 2 * 16), high(q / 2), bit(span % 2 * 4 + q / 2) {}
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            uint32_t f[4], w[4];
+            fetch<4, 16>(fifth, 0, f);
+            fetch<4, 16>(qs, H * 32, w);
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                four_of(nibbles_of(w[i], high) | (f[i] >> (bit + 2 * H) & 0x01010101) << 4, k1024, k1024_plus(0), out + 2 * i);
+            }
+            scale_all(out, d[H], m[H]);
         }
-        scale_k(out, head, g);
-    }
+    };
 };
 
 // Groups of 16 with an 8-bit scale. The first and the second 32 weights of a span are the low nibbles of two times 32 bytes, the third
@@ -366,17 +437,31 @@ struct Q6_K {
         const int block = span / 2 * kBytes, half = span % 2;
         return p == 0 ? Piece{block + 64 * half, 64} : p == 1 ? Piece{block + 128 + 32 * half, 32} : Piece{block + 192, 18};
     }
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[3], int span, int e, uint32_t (&out)[8]) {
-        uint32_t l[4], h[4];
-        fetch<4, 2>(row, at[0] + e / 2 % 2 * 32 + e % 2 * 16, l);
-        fetch<4, 2>(row, at[1] + e % 2 * 16, h);
-        FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            four_of(nibbles_of(l[i], e / 4) | (h[i] >> e / 2 * 2 & 0x03030303) << 4, k1024_plus(32), out + 2 * i);
+    struct Row {
+        uint32_t d[2];
+        uint32_t l[4], h[4];  // both parts need them
+
+        Row() = default;
+        FRT_HD Row(const uint8_t * row, const uint32_t (&at)[3], int span, int q) {
+            fetch<4, 2>(row, at[0] + q * 16, l);
+            fetch<4, 2>(row, at[1] + q % 2 * 16, h);
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                h[i] >>= q / 2 * 2;
+            }
+            const uint32_t scale = twice(u16_at(row + at[2] + 16));
+            const uint8_t * s = row + at[2] + span % 2 * 8 + q;
+            d[0] = times_byte(scale, s[0] ^ 0x80u, 0, k1024_plus(128));
+            d[1] = times_byte(scale, s[4] ^ 0x80u, 0, k1024_plus(128));
         }
-        const uint32_t d = twice(u16_at(row + at[2] + 16)), scale = row[at[2] + span % 2 * 8 + e] ^ 0x80u;
-        scale_all(out, times_byte(d, scale, 0, k1024_plus(128)));
-    }
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                four_of(nibbles_of(l[i], H) | (H ? h[i] & 0x30303030 : h[i] << 4 & 0x30303030), k1024, k1024_plus(32), out + 2 * i);
+            }
+            scale_all(out, d[H]);
+        }
+    };
 };
 
 // Groups of 16 with a 4-bit scale and a 4-bit minimum. 32 weights are two bits of 32 bytes each.
@@ -387,16 +472,32 @@ struct Q2_K {
         const int block = span / 2 * kBytes, half = span % 2;
         return p == 0 ? Piece{block + 8 * half, 8} : p == 1 ? Piece{block + 16 + 32 * half, 32} : Piece{block + 80, 4};
     }
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[3], int, int e, uint32_t (&out)[8]) {
-        uint32_t w[4];
-        fetch<4, 4>(row, at[1] + e % 2 * 16, w);
-        FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            four_of(w[i] >> e / 2 * 2 & 0x03030303, k1024_plus(0), out + 2 * i);
+    struct Row {
+        uint32_t d[2], m[2], w[4];
+
+        Row() = default;
+        FRT_HD Row(const uint8_t * row, const uint32_t (&at)[3], int, int q) {
+            fetch<4, 4>(row, at[1] + q % 2 * 16, w);
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                w[i] >>= q / 2 * 2;
+            }
+            const uint32_t scale = twice(u16_at(row + at[2])), dmin = twice(u16_at(row + at[2] + 2)) ^ 0x80008000;
+            FRT_UNROLL
+            for (int h = 0; h < 2; ++h) {
+                const uint32_t s = row[at[0] + 4 * h + q];
+                d[h] = times_byte(scale, s & 15, 0, k1024_plus(0));
+                m[h] = times_byte(dmin, s >> 4, 0, k1024_plus(0));
+            }
         }
-        const uint32_t d = twice(u16_at(row + at[2])), dmin = twice(u16_at(row + at[2] + 2)) ^ 0x80008000, s = row[at[0] + e];
-        scale_all(out, times_byte(d, s & 15, 0, k1024_plus(0)), times_byte(dmin, s >> 4, 0, k1024_plus(0)));
-    }
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                four_of(w[i] >> 4 * H & 0x03030303, k1024, k1024_plus(0), out + 2 * i);
+            }
+            scale_all(out, d[H], m[H]);
+        }
+    };
 };
 
 // Groups of 16 with a 6-bit scale; the third bit of every weight lies in a mask of its own and subtracts 4 where it is 0.
@@ -407,20 +508,35 @@ struct Q3_K {
         const int block = span / 2 * kBytes;
         return p == 0 ? Piece{block, 32} : p == 1 ? Piece{block + 32 + 32 * (span % 2), 32} : Piece{block + 96, 14};
     }
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[3], int span, int e, uint32_t (&out)[8]) {
-        const int half = span % 2;
-        uint32_t  third[4], w[4];
-        fetch<4, 2>(row, at[0] + e % 2 * 16, third);
-        fetch<4, 2>(row, at[1] + e % 2 * 16, w);
-        FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            four_of((w[i] >> e / 2 * 2 & 0x03030303) | (third[i] >> (4 * half + e / 2) & 0x01010101) << 2, k1024_plus(4), out + 2 * i);
+    struct Row {
+        uint32_t d[2], third[4], w[4];
+
+        Row() = default;
+        FRT_HD Row(const uint8_t * row, const uint32_t (&at)[3], int span, int q) {
+            const int half = span % 2;
+            fetch<4, 2>(row, at[0] + q % 2 * 16, third);
+            fetch<4, 2>(row, at[1] + q % 2 * 16, w);
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                third[i] >>= 4 * half + q / 2;
+                w[i] >>= q / 2 * 2;
+            }
+            // Scale 8 half + e has four bits in byte e (the upper ones for the second half) and two in byte 8 + e % 4.
+            const uint8_t * s = row + at[2];
+            FRT_UNROLL
+            for (int h = 0; h < 2; ++h) {
+                const uint32_t six = (s[4 * h + q] >> 4 * half & 15u) | (s[8 + q] >> (4 * half + 2 * h) & 3u) << 4;
+                d[h] = times_byte(twice(u16_at(s + 12)), six, 0, k1024_plus(32));
+            }
         }
-        // Scale 8 h + e has four bits in byte e (the upper ones for h = 1) and two in byte 8 + e % 4.
-        const uint8_t * s = row + at[2];
-        const uint32_t  six = (s[e] >> 4 * half & 15u) | (s[8 + e % 4] >> (4 * half + e / 4 * 2) & 3u) << 4;
-        scale_all(out, times_byte(twice(u16_at(s + 12)), six, 0, k1024_plus(32)));
-    }
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                four_of((w[i] >> 4 * H & 0x03030303) | (third[i] >> 2 * H & 0x01010101) << 2, k1024, k1024_plus(4), out + 2 * i);
+            }
+            scale_all(out, d[H]);
+        }
+    };
 };
 
 // Groups of 32 with a 6-bit scale and IQ4_NL's table.
@@ -431,19 +547,33 @@ struct IQ4_XS {
         const int block = span / 2 * kBytes;
         return p == 0 ? Piece{block, 8} : Piece{block + 8 + 64 * (span % 2), 64};
     }
-    static FRT_HD void dequantise(const uint8_t * row, const uint32_t (&at)[2], int span, int e, uint32_t (&out)[8]) {
-        const Table table = table_iq4();
-        const int   g = span % 2 * 4 + e / 2;
-        uint32_t    head[2], w[4];
-        fetch<2, 8>(row, at[0], head);
-        fetch<4, 8>(row, at[1] + e / 2 * 16, w);
-        FRT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            table.four(nibbles_of(w[i], e % 2), out + 2 * i);
+    struct Row {
+        const uint8_t * bytes;
+        uint32_t        qs, d[2];
+        int             quarter;
+
+        Row() = default;
+        FRT_HD Row(const uint8_t * row, const uint32_t (&at)[2], int span, int q) : bytes(row), qs(at[1] + q / 2 * 16), quarter(q) {
+            uint32_t head[2];
+            fetch<2, 8>(row, at[0], head);
+            FRT_UNROLL
+            for (int h = 0; h < 2; ++h) {
+                const int      g = span % 2 * 4 + 2 * h + q / 2;
+                const uint32_t six = (head[1] >> 4 * g & 15) | (head[0] >> 16 >> 2 * g & 3) << 4;
+                d[h] = times_byte(twice(head[0] & 0xffff), six, 0, k1024_plus(32));
+            }
         }
-        const uint32_t six = (head[1] >> 4 * g & 15) | (head[0] >> 16 >> 2 * g & 3) << 4;
-        scale_all(out, times_byte(twice(head[0] & 0xffff), six, 0, k1024_plus(32)));
-    }
+        template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
+            const Table table = table_iq4();
+            uint32_t    w[4];
+            fetch<4, 8>(bytes, qs + 32 * H, w);
+            FRT_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                table.four(nibbles_of(w[i], quarter % 2), out + 2 * i);
+            }
+            scale_all(out, d[H]);
+        }
+    };
 };
 
 }  // namespace mm

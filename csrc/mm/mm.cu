@@ -48,7 +48,7 @@ cudaError_t mm_any(const frt_mm_args & a, frt_launch how, int tokens) {
     const Entry * e = find(a.type);
     const bool    glu = a.glu != FRT_GLU_NONE;
     if (e == nullptr || !frt_mm_supports(a.type, a.k, a.glu) || a.n_rows < 1 || a.n_tokens < 1 || a.dst == nullptr || a.x.x == nullptr ||
-        a.x.scale == nullptr || !aligned(a.x.x, 1024) || a.w == nullptr || !aligned(a.w, 16) || a.row_bytes % e->row_align != 0 ||
+        a.x.scale == nullptr || !aligned(a.x.x, 128) || a.w == nullptr || !aligned(a.w, 16) || a.row_bytes % e->row_align != 0 ||
         (glu && (a.w2 == nullptr || !aligned(a.w2, 16) || a.bias != nullptr || a.res != nullptr))) {
         return cudaErrorInvalidValue;
     }

@@ -52,6 +52,7 @@ template <typename F> struct Raw {
     static constexpr int kChunks = first_chunk(F::kPieces);
     static constexpr int kPitch = 16 * (kChunks | 1);  // an odd number of 16 bytes: see fetch()
     static constexpr int kBytes = kRows * kPitch;
+    static constexpr bool kBulk = F::kAlign >= 16 && F::kPieces == 1;  // a span of a row is one piece on 16 bytes
 };
 
 template <typename F, int TOKENS> struct Shape {
@@ -126,8 +127,28 @@ template <typename F, int TOKENS, bool GLU> struct Fetcher {
     const Params &            p;
     const Memory<F, TOKENS> & m;
 
-    // Starts the copies of one span of all rows: a thread has one chunk of every kStride-th row.
+    // Starts the copies of one span of all rows.
     __device__ __forceinline__ void weights(int tile_row, int span, int slot) const {
+        if constexpr (R::kBulk) {
+            whole_rows(tile_row, span, slot);
+        } else {
+            chunks(tile_row, span, slot);
+        }
+    }
+
+    // One copy a row.
+    __device__ __forceinline__ void whole_rows(int tile_row, int span, int slot) const {
+        const Piece piece = F::piece(span, 0);
+        const int   bytes = min(piece.bytes, p.a.k / F::kBlock * F::kBytes - piece.offset);
+        const int   first = threadIdx.x % 128, rows = (kRows - first + kRawFetchers - 1) / kRawFetchers;
+        hopper::barrier_arrive_expecting(m.raw_full + slot, rows * bytes);
+        for (int r = first; r < kRows; r += kRawFetchers) {
+            hopper::bulk_copy(m.raw + slot * R::kBytes + r * R::kPitch, row_start<GLU>(p.a, tile_row, r) + piece.offset, bytes, m.raw_full + slot);
+        }
+    }
+
+    // A thread has one chunk of every kStride-th row.
+    __device__ __forceinline__ void chunks(int tile_row, int span, int slot) const {
         constexpr int kStride = kRawFetchers / R::kChunks;
         const int     thread = threadIdx.x % 128, chunk = thread % R::kChunks;
         Piece         piece = F::piece(span, 0);
@@ -292,27 +313,26 @@ template <typename F, int TOKENS, bool GLU> struct Multiplier {
         }
     }
 
-    // Step s of a tile: 16 weights of either row.
-    __device__ __forceinline__ void dequantise(const uint32_t (&low)[2], int s, uint32_t (&w)[2][8]) {
-        if (s % 2 == 0) {
-            hopper::barrier_wait(m.raw_full + raw.stage, raw.phase);
-        }
+    // Step 0 of a span, raw bytes to f16: 16 weights of either row. Step 1 is the part<1>() of `rows`.
+    __device__ __forceinline__ void open(const uint32_t (&low)[2], int span, typename F::Row (&rows)[2], uint32_t (&w)[2][8]) const {
+        hopper::barrier_wait(m.raw_full + raw.stage, raw.phase);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             uint32_t at[F::kPieces];
 #pragma unroll
             for (int n = 0; n < F::kPieces; ++n) {
-                at[n] = 16 * R::first_chunk(n) + (F::kAlign >= 16 ? 0 : (low[i] + F::piece(s / 2, n).offset) & 15);
+                at[n] = 16 * R::first_chunk(n) + (F::kAlign >= 16 ? 0 : (low[i] + F::piece(span, n).offset) & 15);
             }
-            F::dequantise(m.raw + raw.stage * R::kBytes + (row() + 8 * i) * R::kPitch, at, s / 2, s % 2 * 4 + quarter(), w[i]);
+            rows[i] = typename F::Row(m.raw + raw.stage * R::kBytes + (row() + 8 * i) * R::kPitch, at, span, quarter());
+            rows[i].template part<0>(w[i]);
         }
-        if (s % 2 == 1 || s + 1 == p.a.k / kStep) {
-            __syncwarp();
-            if (speaks()) {
-                hopper::barrier_arrive(m.raw_free + raw.stage);
-            }
-            raw.next();
+    }
+    __device__ __forceinline__ void close() {
+        __syncwarp();
+        if (speaks()) {
+            hopper::barrier_arrive(m.raw_free + raw.stage);
         }
+        raw.next();
     }
 
     // Starts the wgmma of a step whose weights are w, and waits for the one before.
@@ -339,24 +359,29 @@ template <typename F, int TOKENS, bool GLU> struct Multiplier {
     }
 
     __device__ void run() {
-        const int steps = p.a.k / kStep;
+        const int steps = p.a.k / kStep, spans = (steps + 1) / 2;
         float     d[TOKENS / 2];
-        uint32_t  w[2][2][8];  // of the step that is being multiplied and of the next
+        uint32_t  w[2][2][8];  // [step of the span][row]: one is being multiplied while the other is made
         uint32_t  low[2];
+        typename F::Row rows[2];
         pdl_wait();
-        enter(blockIdx.x, low);
-        dequantise(low, 0, w[0]);
         for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
             const int token0 = tile % p.token_tiles * TOKENS;
             int       before = -1;  // the stage of the step before, which the tensor cores may still be reading
-            for (int s = 0; s < steps; s += 2) {
-                multiply(d, w[0], s > 0, before);
-                if (s + 1 < steps) {
-                    dequantise(low, s + 1, w[1]);
+            enter(tile, low);
+            open(low, 0, rows, w[0]);
+            for (int span = 0; span < spans; ++span) {
+                multiply(d, w[0], span > 0, before);
+                if (2 * span + 1 < steps) {
+                    rows[0].template part<1>(w[1][0]);
+                    rows[1].template part<1>(w[1][1]);
+                    close();
                     multiply(d, w[1], true, before);
-                    if (s + 2 < steps) {
-                        dequantise(low, s + 2, w[0]);
+                    if (span + 1 < spans) {
+                        open(low, span + 1, rows, w[0]);
                     }
+                } else {
+                    close();
                 }
             }
             hopper::sync_some(1, kGroups * 128);  // everybody has read the scales of the tile before
@@ -367,10 +392,6 @@ template <typename F, int TOKENS, bool GLU> struct Multiplier {
             hopper::wgmma_wait<0>();
             release(before);
             write_tile<TOKENS, GLU>(p.a, d, m.scales, tile / p.token_tiles * kTileRows<GLU>, token0);
-            if (tile + gridDim.x < p.tiles) {
-                enter(tile + gridDim.x, low);
-                dequantise(low, 0, w[0]);
-            }
         }
     }
 };
