@@ -10,7 +10,7 @@ use ggml_flashrt::window::settings::Settings;
 mod support;
 
 use support::machine::{FakeDevice, Memory};
-use support::model::{model, Family, Shape};
+use support::model::{model, on_an_rpc_server, Family, Shape};
 
 fn matching(c: &mut Criterion) {
     for family in [Family::Llama, Family::Gemma3, Family::Qwen3] {
@@ -23,6 +23,10 @@ fn matching(c: &mut Criterion) {
         group.throughput(Throughput::Elements(record.nodes.len() as u64));
         group.bench_function("match", |b| {
             b.iter(|| match_graph(graph.graph(), graph.host(), |_| true).sites.len())
+        });
+        let served = OwnedGraph::new(&on_an_rpc_server(record.clone())).expect("the same");
+        group.bench_function("match without weights buffers", |b| {
+            b.iter(|| match_graph(served.graph(), served.host(), |_| true).sites.len())
         });
 
         // Scratch addresses only: nothing is launched.

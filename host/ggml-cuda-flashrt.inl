@@ -19,7 +19,8 @@ FLASHRT_CGRAPH_FIELDS(FLASHRT_CHECK_CGRAPH)
 #undef FLASHRT_CHECK
 static_assert(sizeof(ggml_tensor) == FLASHRT_TENSOR_SIZE && sizeof(ggml_cgraph) == FLASHRT_CGRAPH_SIZE,
         "ggml-flashrt: the structs of a graph have changed");
-static_assert(GGML_TENSOR_FLAG_OUTPUT == FLASHRT_TENSOR_FLAG_OUTPUT && GGML_TENSOR_FLAG_COMPUTE == FLASHRT_TENSOR_FLAG_COMPUTE,
+static_assert(GGML_TENSOR_FLAG_INPUT == FLASHRT_TENSOR_FLAG_INPUT && GGML_TENSOR_FLAG_OUTPUT == FLASHRT_TENSOR_FLAG_OUTPUT &&
+              GGML_TENSOR_FLAG_COMPUTE == FLASHRT_TENSOR_FLAG_COMPUTE,
         "ggml-flashrt: the flags of a tensor have changed");
 
 // One evaluation on one thread: what the callbacks need to know. A thread computes one graph at a time.

@@ -13,9 +13,9 @@ fired=5; [ -n "$GGML_FLASHRT_DISABLE" ] && fired=0
 echo "{\"windows\":{\"ADD_NORM\":{\"fired\":$fired}}}" > "$GGML_FLASHRT_STATS"
 "#;
 
-/// A llama-server that generates these tokens from every prompt, all with the same two candidates. It ends on SIGTERM and
-/// writes its statistics then, as the real one does.
-fn server(scratch: &Scratch, on: &str, off: &str) {
+/// A llama-server that generates these tokens from every prompt, all with the same two candidates: 1, and 2 by 1.5 less likely.
+/// The dequantised model prefers `dequantised`. It ends on SIGTERM and writes its statistics then, as the real one does.
+fn server(scratch: &Scratch, on: &str, off: &str, dequantised: u32) {
     let script = format!(
         r#"
 exec python3 - "$@" <<'END'
@@ -37,9 +37,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer({{"status": "ok"}})
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert request["temperature"] == 0 and request["n_predict"] == 256, request
-        tokens = [{off}] if off else [{on}]
-        top = [{{"id": 1, "logprob": -0.5}}, {{"id": 2, "logprob": -2.0}}]
+        assert request["temperature"] == 0, request
+        tokens, first = ({off} if off else {on}), 1
+        if "dequantised" in sys.argv[sys.argv.index("-m") + 1]:
+            assert off and request["n_predict"] == 1 and request["prompt"][1:] == [1] * 8, request
+            tokens, first = [{dequantised}], {dequantised}
+        else:
+            assert request["n_predict"] == 256, request
+        top = [{{"id": first, "logprob": -0.5}}, {{"id": 3 - first, "logprob": -2.0}}]
         steps = [{{"id": t, "top_logprobs": top}} for t in tokens]
         self.answer({{"content": str(tokens), "completion_probabilities": steps}})
     def log_message(self, *_):
@@ -54,25 +59,30 @@ END
 /// Tools that agree with the windows on and off.
 fn host(scratch: &Scratch) -> PathBuf {
     scratch.tool("host", "llama-bench", "echo '  CUDA0: Test GPU'");
-    server(scratch, "1, 1, 2", "1, 1, 2");
+    server(scratch, "[1, 1, 2]", "[1, 1, 2]", 1);
     scratch.tool(
         "host",
         "llama-quantize",
         "[ -n \"$GGML_FLASHRT_DISABLE\" ] && cp \"$2\" \"$3\"",
     );
-    perplexity(scratch, "0.002", "21.30")
+    perplexity(scratch, "0.002", "-0.0115", "97.7")
 }
 
-/// llama-perplexity: divergence and perplexity with the windows on; 0.001 ± 0.0005 and 21.3 with them off.
-fn perplexity(scratch: &Scratch, kld: &str, ppl: &str) -> PathBuf {
+/// llama-perplexity: what it finds with the windows on; with them off 0.001 ± 0.0003, 0.010 ± 0.0004 and 98.1 ± 0.12. With
+/// windows it is as uncertain, so a difference of three standard errors is 0.00127, 0.0017 and 0.51.
+fn perplexity(scratch: &Scratch, kld: &str, ln_ratio: &str, same_top: &str) -> PathBuf {
     let script = format!(
         r#"{STATS}
 echo "$GGML_FLASHRT_DISABLE|$*" >> "$(dirname "$0")/calls"
-kld={kld}; ppl={ppl}
-[ -n "$GGML_FLASHRT_DISABLE" ] && {{ kld=0.001; ppl=21.3; }}
+kld={kld}; ratio={ln_ratio}; top={same_top}
+[ -n "$GGML_FLASHRT_DISABLE" ] && {{ kld=0.001; ratio=0.010; top=98.1; }}
 case "$*" in
-*--kl-divergence) echo "Mean PPL(Q)                   :  $ppl ± 0.5"; echo "Mean    KLD: $kld ± 0.0015"; echo "Same top p: 98.1 ± 0.2 %";;
-*) echo "Final estimate: PPL = $ppl +/- 0.51" >&2;;
+*--kl-divergence)
+    echo "Mean PPL(Q)                   :  21.3 ± 0.5"
+    echo "Mean ln(PPL(Q)/PPL(base))     :  $ratio ± 0.0004"
+    echo "Mean    KLD: $kld ± 0.0003"
+    echo "Same top p: $top ± 0.12 %";;
+*) echo "Final estimate: PPL = 21.1 +/- 0.51" >&2;;
 esac
 "#
     );
@@ -117,17 +127,12 @@ fn equal_results_qualify() {
         .into_iter()
         .map(|(name, pass)| format!("{name}={pass:?}"))
         .collect();
-    let expected = [
-        "greedy text",
-        "KL divergence",
-        "same top token, %",
-        "perplexity at -ub 1",
-        "perplexity at -ub 3",
-        "perplexity at -ub 33",
-        "perplexity at -ub 512",
-        "windows fired",
-    ]
-    .map(|name| format!("{name}=Some(true)"));
+    let at =
+        |ubatch| ["KL divergence", "same top token, %,", "perplexity"].map(|what| format!("{what} at -ub {ubatch}"));
+    let mut expected = vec!["greedy text".to_owned()];
+    expected.extend([1, 3, 33, 512].into_iter().flat_map(at));
+    expected.push("windows fired".to_owned());
+    expected.iter_mut().for_each(|name| name.push_str("=Some(true)"));
     assert_eq!(names, expected);
 
     let calls = std::fs::read_to_string(host.join("bin/calls")).unwrap();
@@ -136,28 +141,52 @@ fn equal_results_qualify() {
         base.starts_with("1|") && base.contains("dequantised.gguf"),
         "the base is computed without windows: {base}"
     );
-    assert_eq!(calls.lines().filter(|l| l.ends_with("--kl-divergence")).count(), 2);
-    assert_eq!(calls.lines().filter(|l| l.contains("-ub 33 ")).count(), 2);
+    for ubatch in [1, 3, 33, 512] {
+        let compared = format!("-ub {ubatch} --kl-divergence");
+        assert_eq!(calls.lines().filter(|l| l.ends_with(&compared)).count(), 2, "{calls}");
+    }
 }
+
+const LONG: &str = "[1] * 9";
+const PARTED: &str = "[1] * 8 + [2]";
 
 #[test]
 fn another_text_does_not_qualify_and_is_shown() {
     let scratch = Scratch::new();
     let host = host(&scratch);
-    server(&scratch, "1, 2, 2", "1, 1, 2");
+    server(&scratch, PARTED, LONG, 1);
     assert_eq!(
         complaint(&mut qualify(&scratch, &host)),
         "flashrt: not qualified: greedy text"
     );
     let report: Value = serde_json::from_str(&std::fs::read_to_string(scratch.path("report.json")).unwrap()).unwrap();
-    let first = &report["checks"][0]["data"]["partings"][0];
+    let data = &report["checks"][0]["data"];
+    assert_eq!((&data["common_steps"], &data["noise"]), (&80.into(), &0.0.into()));
+    let first = &data["partings"][0];
     assert_eq!(
-        (&first["at_token"], &first["gap"], &first["tie"]),
-        (&1.into(), &1.5.into(), &false.into())
+        (&first["at_token"], &first["gap_off"], &first["tie"]),
+        (&8.into(), &1.5.into(), &false.into())
     );
+    assert_eq!(first["dequantised_prefers_on_by"], -1.5);
     assert_eq!(
         (&first["on"], &first["off"]),
-        (&"[1, 2, 2]".into(), &"[1, 1, 2]".into())
+        (
+            &"[1, 1, 1, 1, 1, 1, 1, 1, 2]".into(),
+            &"[1, 1, 1, 1, 1, 1, 1, 1, 1]".into()
+        )
+    );
+}
+
+#[test]
+fn a_text_that_parts_towards_the_dequantised_model_qualifies() {
+    let scratch = Scratch::new();
+    let host = host(&scratch);
+    server(&scratch, PARTED, LONG, 2);
+    let table = stdout(&mut qualify(&scratch, &host));
+    assert!(
+        table
+            .contains("0 of 10 texts of 256 tokens are the same, 0 part at a tie, 10 to the dequantised model's token"),
+        "{table}"
     );
 }
 
@@ -175,15 +204,29 @@ fn a_server_that_does_not_start_is_one_clear_line() {
 }
 
 #[test]
-fn a_larger_divergence_or_perplexity_does_not_qualify() {
+fn a_larger_distance_to_the_dequantised_model_does_not_qualify() {
     let scratch = Scratch::new();
     let host = host(&scratch);
-    perplexity(&scratch, "0.0026", "21.45");
-    let said = complaint(&mut qualify(&scratch, &host));
-    assert!(
-        said.starts_with("flashrt: not qualified: KL divergence, perplexity at -ub 1,"),
-        "{said}"
-    );
+    let failed = || -> Vec<String> {
+        let failed = checks(&scratch).into_iter().filter(|(_, pass)| *pass == Some(false));
+        failed
+            .map(|(name, _)| name)
+            .filter(|name| name.ends_with("-ub 3"))
+            .collect()
+    };
+    for (kld, ln_ratio, same_top, expected) in [
+        ("0.0023", "0.010", "98.1", "KL divergence"),
+        ("0.001", "-0.0118", "98.1", "perplexity"),
+        ("0.001", "0.010", "97.5", "same top token, %,"),
+    ] {
+        perplexity(&scratch, kld, ln_ratio, same_top);
+        let said = complaint(&mut qualify(&scratch, &host));
+        assert_eq!(failed(), [format!("{expected} at -ub 3")], "{said}");
+        std::fs::remove_file(scratch.path("report.json")).unwrap();
+    }
+    // Nearer to that model than stock is never a fault, however far from stock.
+    perplexity(&scratch, "0.0001", "0.0", "99.9");
+    stdout(&mut qualify(&scratch, &host));
 }
 
 #[test]

@@ -4,7 +4,8 @@
 mod cli_support;
 
 use cli_support::{complaint, flashrt, stdout, Scratch};
-use ggml_flashrt::gguf::{GgmlType, Gguf};
+use ggml_flashrt::gguf::Gguf;
+use ggml_flashrt::graph::DType;
 use std::path::Path;
 use std::process::Command;
 
@@ -21,15 +22,15 @@ fn values(path: &Path, name: &str) -> Vec<f32> {
     let bytes = std::fs::read(path).unwrap();
     let data = &bytes[t.start as usize..(t.start + t.bytes) as usize];
     match t.ty {
-        GgmlType::F32 => data
+        DType::F32 => data
             .chunks_exact(4)
             .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
             .collect(),
-        GgmlType::F16 => data
+        DType::F16 => data
             .chunks_exact(2)
             .map(|b| half::f16::from_le_bytes(b.try_into().unwrap()).to_f32())
             .collect(),
-        GgmlType::Q8_0 => data
+        DType::Q8_0 => data
             .chunks_exact(34)
             .flat_map(|b| {
                 let d = half::f16::from_le_bytes([b[0], b[1]]).to_f32();
@@ -54,7 +55,7 @@ fn the_file_has_the_models_shapes() {
     assert_eq!(gguf.tensor("blk.2.attn_q.weight").unwrap().dims, [640, 1024]);
     assert_eq!(
         gguf.tensor("blk.0.attn_q.weight").unwrap().ty,
-        GgmlType::Q5_0,
+        DType::Q5_0,
         "640 is no multiple of 256"
     );
     assert!(gguf.tensor("output.weight").is_none(), "the embeddings are the output");

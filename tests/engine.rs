@@ -2,14 +2,14 @@
 
 mod support;
 
-use ggml_flashrt::abi::host::{FLASHRT_HOST_CAPTURING, FLASHRT_HOST_FUSION_OFF};
+use ggml_flashrt::abi::host::{FLASHRT_HOST_CAPTURING, FLASHRT_HOST_FUSION_OFF, FLASHRT_HOST_PDL};
 use ggml_flashrt::graph::dump::GraphRecord;
-use ggml_flashrt::graph::{GraphRef, HostView, OwnedGraph};
+use ggml_flashrt::graph::{GraphRef, HostView, OwnedGraph, FLAG_INPUT};
 use ggml_flashrt::window::engine::{Engine, EvalStatus};
 use ggml_flashrt::window::settings::Settings;
 use ggml_flashrt::window::WINDOWS;
 use support::machine::{difference, run_stock, run_with, FakeDevice, Memory};
-use support::model::{model, Family, Shape};
+use support::model::{model, on_an_rpc_server, Family, Shape};
 
 struct Bench {
     record: GraphRecord,
@@ -141,6 +141,50 @@ fn without_a_uid_contents_decide() {
         "a stale plan was used"
     );
     assert_eq!(b.engine.stats().plans, 2);
+}
+
+/// Whether a leaf is constant is part of the contents: its struct says so, not the nodes'.
+#[test]
+fn without_a_uid_a_leaf_that_became_an_input_is_another_graph() {
+    let record = on_an_rpc_server(model(Shape {
+        n_tokens: 2,
+        ..Shape::tiny(Family::Llama)
+    }));
+    let b = bench_with(record.clone(), &[], |_| {});
+    let taken = evaluate(&b);
+    let weight = record
+        .tensors
+        .iter()
+        .position(|t| t.name == "ffn_out-0.weight")
+        .unwrap();
+    let raw = std::ptr::from_ref(b.owned.tensor(weight).raw()).cast_mut();
+    // SAFETY: the host, which owns the struct, changes it between two evaluations.
+    unsafe { (*raw).flags |= FLAG_INPUT };
+    assert_eq!(evaluate(&b), taken - 1);
+    assert_eq!(b.engine.stats().plans, 2);
+}
+
+/// A leaf in an ordinary buffer may have been written by the last kernels of the graph before, which dependent launch could
+/// overtake. Weights cannot.
+#[test]
+fn the_first_launch_waits_where_constants_are_no_weights() {
+    let weights = model(Shape {
+        n_tokens: 2,
+        ..Shape::tiny(Family::Gemma3)
+    });
+    for (record, waits) in [(on_an_rpc_server(weights.clone()), true), (weights, false)] {
+        let mut b = bench_with(record, &[], |_| {});
+        b.owned.host_mut().flags = FLASHRT_HOST_PDL;
+        for evaluation in 0..2 {
+            b.device.dependent.lock().unwrap().clear();
+            evaluate(&b);
+            let dependent = b.device.dependent.lock().unwrap().clone();
+            let mut expected = vec![true; dependent.len()];
+            expected[0] = !waits;
+            assert!(dependent.len() > 4);
+            assert_eq!(dependent, expected, "evaluation {evaluation}");
+        }
+    }
 }
 
 /// B18: memory does not climb over many different requests.

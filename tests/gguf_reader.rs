@@ -2,7 +2,8 @@
 //!
 //! A new way for a file to be broken goes into `broken_headers_name_the_fault`.
 
-use ggml_flashrt::gguf::{GgmlType, Gguf, GgufError, Value, ValueType};
+use ggml_flashrt::gguf::{Gguf, GgufError, Value, ValueType};
+use ggml_flashrt::graph::DType;
 use proptest::prelude::*;
 use std::path::{Path, PathBuf};
 
@@ -118,8 +119,8 @@ impl Raw {
 
 #[test]
 fn broken_headers_name_the_fault() {
-    let f32_id = GgmlType::F32 as u32;
-    let q4_k = GgmlType::Q4_K as u32;
+    let f32_id = DType::F32 as u32;
+    let q4_k = DType::Q4_K as u32;
     let one = |dims: &[u64], ty, offset| Raw::new(1, 0).tensor("t", dims, ty, offset).zeros(4096);
     let cases: Vec<(&str, Raw, &str)> = vec![
         ("empty", Raw(vec![]), "ends inside the magic, at byte 0"),

@@ -1,6 +1,7 @@
 //! The GGUF writer: what it writes is what the reader reads, byte for byte what gguf-py writes, and never half a file.
 
-use ggml_flashrt::gguf::{GgmlType, Gguf, Value, Writer, WriterError};
+use ggml_flashrt::gguf::{Gguf, Value, Writer, WriterError};
+use ggml_flashrt::graph::DType;
 use std::path::Path;
 
 /// The fixture's contents written by us.
@@ -34,10 +35,10 @@ fn writes_what_gguf_py_writes() {
 fn refuses_shapes_and_data_that_do_not_fit() {
     let mut writer = Writer::new("llama");
     assert!(matches!(
-        writer.declare("t", GgmlType::Q4_K, &[640, 2]),
+        writer.declare("t", DType::Q4_K, &[640, 2]),
         Err(WriterError::Shape { .. })
     ));
-    writer.declare("t", GgmlType::Q8_0, &[64, 2]).unwrap();
+    writer.declare("t", DType::Q8_0, &[64, 2]).unwrap();
     assert_eq!(writer.data_bytes(), 136);
     let mut data = writer.header(Vec::new()).unwrap();
     assert!(matches!(
@@ -54,7 +55,7 @@ fn refuses_shapes_and_data_that_do_not_fit() {
 #[test]
 fn an_unfinished_file_is_no_file() {
     let mut writer = Writer::new("llama");
-    writer.declare("t", GgmlType::F32, &[4]).unwrap();
+    writer.declare("t", DType::F32, &[4]).unwrap();
     assert!(matches!(
         writer.header(Vec::new()).unwrap().finish(),
         Err(WriterError::Missing(1))

@@ -148,6 +148,65 @@ fn mat_vecs() {
     }
 }
 
+/// Why the windows lie nearer to the dequantised model than stock's mat-vecs on Q4_0 and Q5_0. A weight there is `d * (q - o)`
+/// with unsigned q. Stock sums `q * x` over 8-bit activations and subtracts `o` times the sum of the activations *before* they
+/// were rounded, so the rounding error of an activation is weighted by q, not by q - o. The kernels here subtract `o` times the
+/// sum of the rounded ones. Both in f64, with stock's f16 for a block's scale and sum.
+#[test]
+fn an_offset_times_unrounded_activations_more_than_doubles_the_rounding_error() {
+    const DOTS: usize = 4000;
+    const BLOCKS: usize = 4;
+    for (name, offset) in [("Q4_0", 8.0), ("Q5_0", 16.0)] {
+        let mut sample = Sample::new(14);
+        let mut gaussian = || {
+            let [radius, angle] = [(); 2].map(|_| f64::from(sample.unit()) * 0.5 + 0.5);
+            (-2.0 * (1.0 - radius).max(1e-12).ln()).sqrt() * (std::f64::consts::TAU * angle).cos()
+        };
+        let half = |v: f64| half::f16::from_f64(v).to_f64();
+        // Sums over all dots: squared errors, and what they are expected to be.
+        let (mut stock_errors, mut our_errors) = (0.0, 0.0);
+        let (mut unsigned, mut signed, mut halves) = (0.0, 0.0, 0.0);
+        for _ in 0..DOTS {
+            let (mut exact, mut stock, mut ours, mut half_bound) = (0.0, 0.0, 0.0, 0.0);
+            for _ in 0..BLOCKS {
+                let w: Vec<f64> = (0..32).map(|_| gaussian()).collect();
+                let x: Vec<f32> = (0..32).map(|_| gaussian() as f32).collect();
+                // As ggml quantises: the value of largest magnitude becomes -o exactly.
+                let d = w.iter().fold(0f64, |m, v| if v.abs() > m.abs() { *v } else { m }) / -offset;
+                let q = w.iter().map(|v| (v / d + offset + 0.5).floor().min(2.0 * offset - 1.0));
+                let row = Q8Row::quantize(&x);
+                let step = f64::from(row.ds[0][0]);
+                let (mut products, mut sum) = (0.0, 0.0);
+                for ((q, x), q8) in q.zip(&x).zip(&row.qs) {
+                    let (x, q8) = (f64::from(*x), f64::from(*q8));
+                    exact += d * (q - offset) * x;
+                    ours += d * (q - offset) * step * q8;
+                    (products, sum) = (products + q * q8, sum + x);
+                    // Rounding to a step moves a value by step / sqrt(12) in root mean square.
+                    unsigned += (d * q * step).powi(2) / 12.0;
+                    signed += (d * (q - offset) * step).powi(2) / 12.0;
+                }
+                stock += d * (products * half(step) - offset * half(sum));
+                half_bound += (d * products * step).abs() / 2048.0 + (d * offset * sum).abs() / 2048.0;
+            }
+            stock_errors += (stock - exact).powi(2);
+            our_errors += (ours - exact).powi(2);
+            halves += half_bound.powi(2);
+        }
+        let ratio = (stock_errors / our_errors).sqrt();
+        // A root mean square of n samples has a relative error of 1 / sqrt(2 n): 4 of the quotient's.
+        let chance = 4.0 / (DOTS as f64).sqrt();
+        let least = (unsigned / signed).sqrt();
+        let most = (unsigned.sqrt() + halves.sqrt()) / signed.sqrt();
+        println!("{name}: {ratio:.3}, expected {least:.3} to {most:.3}");
+        assert!(
+            ratio > least * (1.0 - chance) && ratio < most * (1.0 + chance),
+            "{name}: {ratio}, expected {least} to {most}"
+        );
+        assert!(least > 2.0, "{name}: {least}");
+    }
+}
+
 #[test]
 fn qkv_heads() {
     const K: usize = 128;

@@ -12,6 +12,7 @@ use ggml_flashrt::graph::dump::GraphRecord;
 use ggml_flashrt::graph::{OwnedGraph, Region};
 use ggml_flashrt::window::{edges, match_graph, WINDOWS};
 use std::io::Read;
+use support::model::on_an_rpc_server;
 
 fn recorded(name: &str) -> Vec<GraphRecord> {
     let path = format!("{}/tests/fixtures/graphs/{name}.jsonl.gz", env!("CARGO_MANIFEST_DIR"));
@@ -100,6 +101,22 @@ fn qwen3() {
 fn qwen3_moe() {
     // Experts are not ours: the norms before them keep their f32 form and hand nothing over.
     check("qwen3-moe", [2, 0, 4, 0, 2, 3], (2, 1));
+}
+
+/// The same graphs without a word on weights, as an RPC server has them: addresses of a real allocation, real views of caches.
+#[test]
+fn an_rpc_server_fuses_as_much() {
+    for model in ["gemma3-270m", "llama-8b", "qwen3-4b", "qwen3-moe"] {
+        for graph in recorded(&format!("{model}-default")) {
+            let served = on_an_rpc_server(graph.clone());
+            assert_eq!(
+                counts(&served, &[]),
+                counts(&graph, &[]),
+                "{model}, {} tokens",
+                n_tokens(&graph)
+            );
+        }
+    }
 }
 
 /// Norms do not care how many rows there are. Of the mat-vecs only those behind the gather of the rows of interest, in the last

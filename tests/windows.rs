@@ -2,15 +2,19 @@
 
 mod support;
 
-use ggml_flashrt::graph::dump::TensorRecord;
-use ggml_flashrt::graph::{DType, OwnedGraph};
+use ggml_flashrt::graph::dump::{GraphRecord, TensorRecord};
+use ggml_flashrt::graph::{DType, GraphBuilder, Op, OwnedGraph, TensorId, FLAG_INPUT};
 use ggml_flashrt::window::{edges, match_graph, WINDOWS};
 use std::collections::BTreeMap;
 use support::machine::{assert_same_results, run_fused, run_stock, Memory};
-use support::model::{model, Family, Shape};
+use support::model::{model, on_an_rpc_server, Family, Shape};
 
 fn sites(shape: Shape) -> (BTreeMap<&'static str, usize>, usize, usize) {
-    let graph = OwnedGraph::new(&model(shape)).unwrap();
+    sites_of(&model(shape))
+}
+
+fn sites_of(record: &GraphRecord) -> (BTreeMap<&'static str, usize>, usize, usize) {
+    let graph = OwnedGraph::new(record).unwrap();
     let matched = match_graph(graph.graph(), graph.host(), |_| true);
     let mut counts = BTreeMap::new();
     for site in &matched.sites {
@@ -222,7 +226,6 @@ fn fused_graphs_compute_what_the_nodes_do() {
 /// The usual order of operands: the mat-vec first, the residual second. It is not a bias.
 #[test]
 fn a_residual_is_fused_in_either_order() {
-    use ggml_flashrt::graph::{GraphBuilder, Op};
     for swapped in [false, true] {
         for n_tokens in [1, 3] {
             let mut b = GraphBuilder::new();
@@ -250,6 +253,111 @@ fn a_residual_is_fused_in_either_order() {
             let memory = Memory::for_graph(&record, 3);
             let (stock, fused) = (run_stock(&record, &memory), run_fused(&record, &memory));
             assert_same_results(&record, &stock, &fused.memory, "residual");
+        }
+    }
+}
+
+/// An RPC server's buffers are not marked as weights. What fires there is the same.
+#[test]
+fn leaves_that_the_graph_leaves_alone_are_as_good_as_weights() {
+    for family in [Family::Llama, Family::Qwen2, Family::Qwen3, Family::Gemma3] {
+        let record = model(Shape {
+            n_layers: 3,
+            ..Shape::small(family)
+        });
+        assert_eq!(
+            sites_of(&on_an_rpc_server(record.clone())),
+            sites_of(&record),
+            "{family:?}"
+        );
+
+        let record = on_an_rpc_server(model(Shape {
+            n_tokens: 2,
+            ..Shape::tiny(family)
+        }));
+        let memory = Memory::for_graph(&record, 7);
+        let fused = run_fused(&record, &memory);
+        assert!(!fused.taken.is_empty(), "{family:?}");
+        assert_same_results(
+            &record,
+            &run_stock(&record, &memory),
+            &fused.memory,
+            &format!("{family:?}"),
+        );
+    }
+}
+
+/// `y = w @ x` and `z = rms_norm(y + h) * v` with w and v in ordinary buffers, after what `change` puts before them and to them.
+fn without_weights_buffers(change: impl FnOnce(&mut GraphBuilder, [TensorId; 2])) -> GraphRecord {
+    let mut b = GraphBuilder::new();
+    let ne = [64, 2, 1, 1];
+    let (x, h) = (b.input("x", DType::F32, ne), b.input("h", DType::F32, ne));
+    let w = b.input("w", DType::F16, [64, 64, 1, 1]);
+    let v = b.input("v", DType::F32, [64, 1, 1, 1]);
+    change(&mut b, [w, v]);
+    let mm = b.node("mm", Op::MulMat, DType::F32, ne, &[Some(w), Some(x)]);
+    let y = b.node("y", Op::Add, DType::F32, ne, &[Some(mm), Some(h)]);
+    let n = b.node("n", Op::RmsNorm, DType::F32, ne, &[Some(y)]);
+    b.node("z", Op::Mul, DType::F32, ne, &[Some(n), Some(v)]);
+    let mut record = b.finish();
+    record.uid = 0;
+    record
+}
+
+#[test]
+fn leaves_that_something_may_write_are_no_weights() {
+    type Change = fn(&mut GraphBuilder, TensorId);
+    /// A node whose result starts `offset` bytes after the start of `over`.
+    fn result_at(b: &mut GraphBuilder, over: TensorId, offset: i64) {
+        let from = b.input("from", DType::F32, [16, 1, 1, 1]);
+        let node = b.node("other", Op::Scale, DType::F32, [16, 1, 1, 1], &[Some(from)]);
+        b.tensor_mut(node).data = (b.tensor_mut(over).data as i64 + offset) as u64;
+    }
+    fn end(b: &mut GraphBuilder, of: TensorId) -> i64 {
+        let t = b.tensor_mut(of);
+        t.ne[1] * t.nb[1] as i64
+    }
+    let cases: [(&str, bool, Change); 9] = [
+        ("nothing", true, |_, _| {}),
+        ("an input", false, |b, t| b.tensor_mut(t).flags |= FLAG_INPUT),
+        ("a view that is read", false, |b, t| {
+            let view = b.view_node("view", Op::View, t, [16, 1, 1, 1], 0, &[Some(t)]);
+            b.node("reader", Op::Scale, DType::F32, [16, 1, 1, 1], &[Some(view)]);
+        }),
+        ("a store, as into a cache", false, |b, t| {
+            let rows = b.input("rows", DType::I64, [1, 1, 1, 1]);
+            let ne = b.tensor_mut(t).ne;
+            let from = b.input("from", DType::F32, [64, 1, 1, 1]);
+            b.view_node("store", Op::SetRows, t, ne, 0, &[Some(from), Some(rows), Some(t)]);
+        }),
+        ("a result over its start", false, |b, t| result_at(b, t, -60)),
+        ("a result over its end", false, |b, t| {
+            let end = end(b, t);
+            result_at(b, t, end - 4);
+        }),
+        ("a result just before", true, |b, t| result_at(b, t, -64)),
+        ("a result just behind", true, |b, t| {
+            let end = end(b, t);
+            result_at(b, t, end);
+        }),
+        ("a result in its place", false, |b, t| {
+            b.tensor_mut(t).code = Op::Other as u8;
+        }),
+    ];
+    for (window, tensor) in [("GEMV_RES", 0), ("ADD_NORM", 1)] {
+        for (what, fires, change) in &cases {
+            let record = without_weights_buffers(|b, tensors| change(b, tensors[tensor]));
+            let graph = OwnedGraph::new(&record).unwrap();
+            let matched = match_graph(graph.graph(), graph.host(), |_| true);
+            let fired = matched.sites.iter().filter(|s| s.window().name == window).count();
+            let reasons: Vec<_> = matched
+                .declined
+                .iter()
+                .filter(|d| WINDOWS[d.window].name == window)
+                .map(|d| d.decline.reason)
+                .collect();
+            let expected = if *fires { (1, vec![]) } else { (0, vec!["not a weight"]) };
+            assert_eq!((fired, reasons), expected, "{window}, {what}");
         }
     }
 }

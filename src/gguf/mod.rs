@@ -5,14 +5,13 @@
 //! error that names the key or tensor. Tensor data is not touched; [`Tensor::start`] says where in the file it lies.
 
 mod read;
-mod types;
 mod value;
 mod writer;
 
-pub use types::GgmlType;
 pub use value::{Value, ValueType};
 pub use writer::{DataWriter, Writer, WriterError};
 
+use crate::graph::DType;
 use std::io;
 use std::path::PathBuf;
 
@@ -60,7 +59,7 @@ pub struct Tensor {
     /// Name, for example `blk.0.attn_q.weight`.
     pub name: String,
     /// Element type.
-    pub ty: GgmlType,
+    pub ty: DType,
     /// Extents, fastest first, one to four of them (none: a scalar).
     pub dims: Vec<u64>,
     /// First byte of the data in the file.
@@ -98,7 +97,7 @@ impl Gguf {
 }
 
 /// Bytes of a tensor, `None` when a row is no whole number of blocks or a size is beyond 2^63.
-fn tensor_bytes(ty: GgmlType, dims: &[u64]) -> Option<u64> {
+fn tensor_bytes(ty: DType, dims: &[u64]) -> Option<u64> {
     let (row, rest) = dims.split_first().unwrap_or((&1, &[]));
     let row = ty.row_bytes(*row)?;
     // Extents multiply up even where one of them is 0: ggml computes strides from all of them.

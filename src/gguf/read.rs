@@ -1,6 +1,7 @@
 //! The reader.
 
-use super::{tensor_bytes, GgmlType, Gguf, GgufError, Tensor, Value, ValueType, DEFAULT_ALIGNMENT};
+use super::{tensor_bytes, Gguf, GgufError, Tensor, Value, ValueType, DEFAULT_ALIGNMENT};
+use crate::graph::DType;
 use std::collections::HashSet;
 use std::fs::File;
 use std::io::{self, BufReader, Read};
@@ -230,7 +231,7 @@ impl<R: Read> Cursor<R> {
             .map(|_| self.u64("a dimension"))
             .collect::<Result<Vec<_>, _>>()?;
         let id = self.u32("a tensor type")?;
-        let Some(ty) = GgmlType::from_id(id) else {
+        let Some(ty) = i32::try_from(id).ok().and_then(DType::from_number) else {
             return Err(GgufError::TensorType { tensor: name, id });
         };
         let start = self.u64("a tensor offset")?;

@@ -1,6 +1,7 @@
 //! Writes GGUF files front to back, so that files larger than memory can be made.
 
-use super::{GgmlType, Value, ValueType, DEFAULT_ALIGNMENT};
+use super::{Value, ValueType, DEFAULT_ALIGNMENT};
+use crate::graph::DType;
 use std::io::{self, Write};
 
 /// Why a file cannot be written.
@@ -27,7 +28,7 @@ pub enum WriterError {
 #[derive(Debug, Default)]
 pub struct Writer {
     metadata: Vec<(String, Value)>,
-    tensors: Vec<(String, GgmlType, Vec<u64>, u64)>,
+    tensors: Vec<(String, DType, Vec<u64>, u64)>,
 }
 
 impl Writer {
@@ -44,7 +45,7 @@ impl Writer {
     }
 
     /// Declares the next tensor.
-    pub fn declare(&mut self, name: &str, ty: GgmlType, dims: &[u64]) -> Result<(), WriterError> {
+    pub fn declare(&mut self, name: &str, ty: DType, dims: &[u64]) -> Result<(), WriterError> {
         let bytes = super::tensor_bytes(ty, dims).ok_or_else(|| WriterError::Shape {
             tensor: name.to_owned(),
             dims: dims.to_vec(),

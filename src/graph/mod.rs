@@ -14,6 +14,8 @@ use raw::{RawGraph, RawTensor, MAX_SRC};
 use std::ffi::CStr;
 use std::hash::{Hash, Hasher};
 
+/// `GGML_TENSOR_FLAG_INPUT`: the host writes it between evaluations.
+pub const FLAG_INPUT: i32 = 1;
 /// `GGML_TENSOR_FLAG_OUTPUT`: somebody outside of the graph reads the result.
 pub const FLAG_OUTPUT: i32 = 2;
 /// `GGML_TENSOR_FLAG_COMPUTE`: the node is to be computed in this evaluation.

@@ -145,4 +145,19 @@ dtypes! {
     TQ2_0 = 35, "tq2_0", 256, 66;
     MXFP4 = 39, "mxfp4", 32, 17;
     NVFP4 = 40, "nvfp4", 64, 36;
+    Q1_0 = 41, "q1_0", 128, 18;
+    Q2_0 = 42, "q2_0", 64, 18;
+}
+
+impl DType {
+    /// The type that ggml calls `name`, in any case.
+    pub fn from_name(name: &str) -> Option<DType> {
+        Self::ALL.iter().copied().find(|t| t.name().eq_ignore_ascii_case(name))
+    }
+
+    /// Bytes of a row of `n` values; `None` when they are no whole number of blocks or the size overflows.
+    pub fn row_bytes(self, n: u64) -> Option<u64> {
+        let (len, bytes) = (self.block_len() as u64, self.block_bytes() as u64);
+        (n % len == 0).then(|| n / len)?.checked_mul(bytes)
+    }
 }

@@ -2,10 +2,10 @@
 
 use super::pattern::{Match, Pattern, Step};
 use super::{
-    constant_vector, exact, f32_rows, no_params_from, q8_or_none, row_stride, Decline, KernelCall, MayAlias, Resources,
-    Window,
+    constant_vector, exact, f32_rows, no_params_from, q8_or_none, row_stride, Constants, Decline, KernelCall, MayAlias,
+    Resources, Window,
 };
-use crate::graph::{HostView, Op};
+use crate::graph::Op;
 use crate::kernel::NormArgs;
 use std::sync::LazyLock;
 
@@ -42,7 +42,7 @@ const MAX_ROWS: i64 = 8192;
 const MAX_COLS: i64 = 16384;
 
 /// What ADD_NORM and SANDWICH_NORM share.
-pub(super) fn guard_rows(m: &Match, host: HostView) -> Result<(), Decline> {
+pub(super) fn guard_rows(m: &Match, constants: &Constants) -> Result<(), Decline> {
     let h = m.tensor("h");
     for role in ["h", "x", "y", "z"] {
         let t = m.tensor(role);
@@ -61,7 +61,7 @@ pub(super) fn guard_rows(m: &Match, host: HostView) -> Result<(), Decline> {
     if n_cols > MAX_COLS || n_cols % 4 != 0 {
         return Err(Decline::new("shape", format!("rows of {n_cols} values")));
     }
-    constant_vector("w2", m.tensor("w2"), n_cols, host)?;
+    constant_vector("w2", m.tensor("w2"), n_cols, constants)?;
     no_params_from("y", m.tensor("y"), 0)?;
     no_params_from("n2", m.tensor("n2"), 1)?;
     no_params_from("z", m.tensor("z"), 0)

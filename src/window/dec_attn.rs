@@ -1,9 +1,9 @@
 //! DEC_ATTN: attention of a few query tokens over the KV cache, in one launch.
 
 use super::pattern::{Match, Pattern, Role, Step};
-use super::{no_params_from, Decline, KernelCall, Resources, Window};
+use super::{no_params_from, Constants, Decline, KernelCall, Resources, Window};
 use crate::cache::TICKET_BYTES;
-use crate::graph::{DType, HostView, Op, Tensor};
+use crate::graph::{DType, Op, Tensor};
 use crate::kernel::{dec_attn_columns, dec_attn_scratch, DecAttnArgs, DEC_ATTN_COLUMNS, DEC_ATTN_HEAD_DIMS};
 use std::sync::LazyLock;
 
@@ -51,7 +51,7 @@ fn rows(role: Role, t: Tensor, dtype: DType) -> Result<(), Decline> {
     Ok(())
 }
 
-fn guard(m: &Match, _host: HostView) -> Result<(), Decline> {
+fn guard(m: &Match, _constants: &Constants) -> Result<(), Decline> {
     let (q, k, v, y) = (m.tensor("q"), m.tensor("k"), m.tensor("v"), m.tensor("y"));
     let [head_dim, n_tokens, n_heads, n_streams] = q.ne();
     if n_tokens > MAX_TOKENS {

@@ -92,6 +92,10 @@ struct Plan {
     starts: Vec<u32>,
     counts: Vec<u64>,
     generation: u64,
+    /// The first launch of an evaluation waits for everything before it: see [`super::Constants`].
+    waits_at_start: bool,
+    /// Something was launched in this evaluation.
+    started: bool,
 }
 
 /// State of one backend context.
@@ -280,14 +284,14 @@ impl Engine {
         if site.producer.is_some_and(|p| !plan.sites[p].fired) {
             return 0;
         }
-        let launch = Launch {
-            stream: host.stream(),
-            pdl: i32::from(host.pdl()),
-            sm_count: host.sm_count(),
-            cc: host.cc(),
-        };
         enter_window(Some(site.window));
         for (n, call) in site.calls.iter().enumerate() {
+            let launch = Launch {
+                stream: host.stream(),
+                pdl: i32::from(host.pdl() && (plan.started || !plan.waits_at_start)),
+                sm_count: host.sm_count(),
+                cc: host.cc(),
+            };
             if let Err(e) = self.backend.launch(call, launch) {
                 enter_window(None);
                 let text = format!("{} at {:?}: {e}", WINDOWS[site.window].name, graph.node(i).name());
@@ -299,6 +303,7 @@ impl Engine {
                 self.switch_off(window, &format!("launch failed: {text}"));
                 return if recoverable { 0 } else { len };
             }
+            plan.started = true;
         }
         enter_window(None);
         let (window, len) = (site.window, site.len);
@@ -474,6 +479,7 @@ impl Engine {
             None => self.make_plan(context, host, graph, contents),
         };
         let Some(mut plan) = plan else { return false };
+        plan.started = false;
         for site in &mut plan.sites {
             site.fired = false;
         }
@@ -549,6 +555,8 @@ impl Engine {
             starts,
             counts,
             generation: self.generation.load(Relaxed),
+            waits_at_start: matched.waits_at_start,
+            started: false,
         })
     }
 
@@ -590,6 +598,7 @@ fn contents(graph: GraphRef) -> Vec<u64> {
             raw.flags as u64,
             raw.data as u64,
             raw.buffer as u64,
+            raw.view_src as u64,
         ]);
         words.extend(raw.ne.iter().map(|&n| n as u64));
         words.extend(raw.nb.iter().map(|&n| n as u64));
@@ -606,6 +615,9 @@ fn contents(graph: GraphRef) -> Vec<u64> {
                 raw.data as u64,
                 raw.dtype as u64,
                 raw.buffer as u64,
+                raw.view_src as u64,
+                raw.op as u64,
+                raw.flags as u64,
             ]);
             words.extend(raw.ne.iter().map(|&n| n as u64));
             words.extend(raw.nb.iter().map(|&n| n as u64));

@@ -3,9 +3,10 @@
 use super::mat_vec::{guard_mat_vec, launch, segment, wants_q8};
 use super::pattern::{Match, Pattern, Step};
 use super::{
-    constant_vector, exact, f32_rows, no_params_from, row_stride, Decline, KernelCall, MayAlias, Resources, Window,
+    constant_vector, exact, f32_rows, no_params_from, row_stride, Constants, Decline, KernelCall, MayAlias, Resources,
+    Window,
 };
-use crate::graph::{HostView, Op};
+use crate::graph::Op;
 use crate::kernel::Glu;
 use std::sync::LazyLock;
 
@@ -37,8 +38,8 @@ pub static GEMV_RES: Window = Window {
     calls,
 };
 
-fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
-    guard_mat_vec(m, host, ("w", "x", "mm"), Glu::None)?;
+fn guard(m: &Match, constants: &Constants) -> Result<(), Decline> {
+    guard_mat_vec(m, constants, ("w", "x", "mm"), Glu::None)?;
     let (mm, y) = (m.tensor("mm"), m.tensor("y"));
     f32_rows("y", y)?;
     if !y.same_shape(mm) {
@@ -46,7 +47,7 @@ fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
     }
     if let Some(add) = m.node("mb") {
         no_params_from("mb", add, 0)?;
-        constant_vector("b", m.tensor("b"), mm.ne()[0], host)?;
+        constant_vector("b", m.tensor("b"), mm.ne()[0], constants)?;
     }
     if let Some(add) = m.node("y") {
         no_params_from("y", add, 0)?;

@@ -2,8 +2,8 @@
 
 use super::mat_vec::{guard_mat_vec, launch, segment, wants_q8};
 use super::pattern::{Match, Pattern, Step};
-use super::{f32_rows, no_params_from, row_stride, Decline, KernelCall, Resources, Window};
-use crate::graph::{HostView, Op};
+use super::{f32_rows, no_params_from, row_stride, Constants, Decline, KernelCall, Resources, Window};
+use crate::graph::Op;
 use crate::kernel::Glu;
 use std::sync::LazyLock;
 
@@ -43,7 +43,7 @@ fn activation(m: &Match) -> Option<Glu> {
     }
 }
 
-fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
+fn guard(m: &Match, constants: &Constants) -> Result<(), Decline> {
     let y = m.tensor("y");
     let Some(glu) = activation(m) else {
         return Err(Decline::new(
@@ -53,8 +53,8 @@ fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
     };
     // Parameter 1 exchanges the halves of a packed operand, the later ones belong to kinds that are declined.
     no_params_from("y", y, 1)?;
-    guard_mat_vec(m, host, ("wg", "x", "gate"), glu)?;
-    guard_mat_vec(m, host, ("wu", "x", "up"), glu)?;
+    guard_mat_vec(m, constants, ("wg", "x", "gate"), glu)?;
+    guard_mat_vec(m, constants, ("wu", "x", "up"), glu)?;
     f32_rows("y", y)?;
     let (wg, wu) = (m.tensor("wg"), m.tensor("wu"));
     if wg.raw().dtype != wu.raw().dtype || !wg.same_shape(wu) || !y.same_shape(m.tensor("gate")) {

@@ -1,8 +1,8 @@
 //! What QKV_GEMV, GLU_GEMV and GEMV_RES share: a weight matrix times a few rows of activations.
 
 use super::pattern::{Match, Role};
-use super::{f32_rows, no_params_from, row_stride, Decline, Resources};
-use crate::graph::{BufferKind, DType, HostView, Tensor};
+use super::{constant, f32_rows, no_params_from, row_stride, Constants, Decline, Resources};
+use crate::graph::{DType, Tensor};
 use crate::kernel::{gemv_supports, GemvArgs, GemvSeg, Glu, Q8};
 
 /// Weight types the kernels read.
@@ -33,7 +33,7 @@ pub(super) fn wants_q8(weight: Tensor) -> bool {
 /// `out = w @ x`, as the kernels can do it.
 pub(super) fn guard_mat_vec(
     m: &Match,
-    host: HostView,
+    constants: &Constants,
     (w_role, x_role, out_role): (Role, Role, Role),
     glu: Glu,
 ) -> Result<(), Decline> {
@@ -57,12 +57,7 @@ pub(super) fn guard_mat_vec(
             format!("{w_role} {w:?}: no kernel for {name}"),
         ));
     };
-    if host.buffer_kind(w) != BufferKind::OwnWeights {
-        return Err(Decline::new(
-            "not a weight",
-            format!("{w_role} {w:?} is not in a weights buffer"),
-        ));
-    }
+    constant(w_role, w, constants)?;
     let [k, n_rows, ..] = w.ne();
     let row_bytes = k as usize / dtype.block_len() * dtype.block_bytes();
     let shapes = w.ne() == [k, n_rows, 1, 1]

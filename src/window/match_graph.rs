@@ -2,7 +2,7 @@
 
 use super::checks;
 use super::pattern::{find, Match};
-use super::{Decline, Q8Buffer, Window, WINDOWS};
+use super::{Constants, Decline, Q8Buffer, Window, WINDOWS};
 use crate::graph::{GraphRef, HostView, Op, Region, Tensor};
 use std::collections::HashMap;
 
@@ -40,14 +40,17 @@ pub struct Matched<'g> {
     pub sites: Vec<Site<'g>>,
     /// Sites that were declined.
     pub declined: Vec<Declined>,
+    /// A site may rely on a constant outside of buffers of weights: see [`Constants`].
+    pub waits_at_start: bool,
 }
 
 /// Finds the sites of all windows that `enabled` lets through.
-pub fn match_graph<'g>(graph: GraphRef<'g>, host: HostView, enabled: impl Fn(usize) -> bool) -> Matched<'g> {
+pub fn match_graph<'g>(graph: GraphRef<'g>, host: HostView<'g>, enabled: impl Fn(usize) -> bool) -> Matched<'g> {
     let mut ops: Vec<Op> = graph
         .nodes()
         .map(|t| if t.is_empty() { Op::None } else { graph.op(t) })
         .collect();
+    let constants = Constants::new(graph, host);
     let mut matched = Matched::default();
     for (index, window) in WINDOWS.iter().enumerate() {
         if !enabled(index) {
@@ -58,7 +61,7 @@ pub fn match_graph<'g>(graph: GraphRef<'g>, host: HostView, enabled: impl Fn(usi
             if !pattern.may_start(&ops, start) {
                 continue;
             }
-            match best(window, graph, &ops, start, host) {
+            match best(window, graph, &ops, start, host, &constants) {
                 None => {}
                 Some(Ok(m)) => {
                     // No pattern has such a step: later windows neither start here nor run across.
@@ -81,6 +84,7 @@ pub fn match_graph<'g>(graph: GraphRef<'g>, host: HostView, enabled: impl Fn(usi
         }
     }
     matched.sites.sort_by_key(|s| s.m.start);
+    matched.waits_at_start = constants.found_by_graph();
     matched
 }
 
@@ -91,6 +95,7 @@ fn best<'g>(
     ops: &[Op],
     start: usize,
     host: HostView,
+    constants: &Constants,
 ) -> Option<Result<Match<'g>, Decline>> {
     let pattern = (window.pattern)();
     let mut first = None;
@@ -103,7 +108,7 @@ fn best<'g>(
                 format!("sm_{}, at least sm_{} needed", host.cc(), window.min_cc),
             ))
         } else {
-            (window.guard)(&m, host).and_then(|()| checks::check(window, &m, graph, ops, host))
+            (window.guard)(&m, constants).and_then(|()| checks::check(window, &m, graph, ops, host))
         };
         match verdict {
             Ok(()) => return Some(Ok(m)),

@@ -14,6 +14,7 @@ mod stats;
 
 mod add_norm;
 mod call;
+mod constants;
 mod dec_attn;
 mod gemv_res;
 mod glu_gemv;
@@ -24,8 +25,9 @@ mod sandwich_norm;
 pub use match_graph::{edges, match_graph, Edge, Site};
 pub use stats::{Counters, Stats};
 
-use crate::graph::{HostView, Tensor};
+use crate::graph::Tensor;
 pub use call::KernelCall;
+pub use constants::Constants;
 use pattern::{Match, Pattern, Role};
 
 /// How an output may share memory with an input.
@@ -151,7 +153,7 @@ pub struct Window {
     /// The output that could be left as q8 blocks, its f32 form then unwritten when nobody reads it.
     pub q8_output: Option<Role>,
     /// Types, shapes, strides and parameters.
-    pub guard: fn(&Match, HostView) -> Result<(), Decline>,
+    pub guard: fn(&Match, &Constants) -> Result<(), Decline>,
     /// Scratch bytes a match needs.
     pub scratch_bytes: fn(&Match) -> usize,
     /// The kernel calls of a match that passed the guard.
@@ -198,16 +200,21 @@ fn f32_rows(role: Role, t: Tensor) -> Result<(), Decline> {
     Ok(())
 }
 
-/// `t` is one contiguous f32 row of `n` values that does not change during a graph: kernels may fetch it before the work of
-/// their predecessors is over.
-fn constant_vector(role: Role, t: Tensor, n: i64, host: HostView) -> Result<(), Decline> {
-    f32_rows(role, t)?;
-    if host.buffer_kind(t) != crate::graph::BufferKind::OwnWeights {
+/// `t` does not change during the graph: kernels may fetch it before the work of their predecessors is over.
+fn constant(role: Role, t: Tensor, constants: &Constants) -> Result<(), Decline> {
+    if !constants.contains(t) {
         return Err(Decline::new(
             "not a weight",
-            format!("{role} {t:?} is not in a weights buffer"),
+            format!("{role} {t:?} is in no buffer of weights, and not a leaf that the graph leaves alone"),
         ));
     }
+    Ok(())
+}
+
+/// `t` is one contiguous f32 row of `n` constant values.
+fn constant_vector(role: Role, t: Tensor, n: i64, constants: &Constants) -> Result<(), Decline> {
+    f32_rows(role, t)?;
+    constant(role, t, constants)?;
     if t.ne() != [n, 1, 1, 1] {
         return Err(Decline::new("shape", format!("{role} {t:?} is not a vector of {n}")));
     }

@@ -4,8 +4,8 @@
 
 use super::mat_vec::{guard_mat_vec, launch, segment, wants_q8};
 use super::pattern::{Match, Pattern, Role, Step};
-use super::{any, constant_vector, no_params_from, Decline, KernelCall, MayAlias, Resources, Window};
-use crate::graph::{DType, HostView, Op, Tensor};
+use super::{any, constant_vector, no_params_from, Constants, Decline, KernelCall, MayAlias, Resources, Window};
+use crate::graph::{DType, Op, Tensor};
 use crate::kernel::{Glu, QkvPart, QkvTailArgs, Rope, RopeMode};
 use std::sync::LazyLock;
 
@@ -106,19 +106,19 @@ fn rope_mode(rope: Tensor) -> Option<RopeMode> {
     }
 }
 
-fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
+fn guard(m: &Match, constants: &Constants) -> Result<(), Decline> {
     for b in &BRANCHES {
-        guard_mat_vec(m, host, (b.weight, "x", b.mat_vec), Glu::None)?;
+        guard_mat_vec(m, constants, (b.weight, "x", b.mat_vec), Glu::None)?;
         let width = m.tensor(b.mat_vec).ne()[0];
         if let Some(add) = m.node(b.bias_add) {
             no_params_from(b.bias_add, add, 0)?;
-            constant_vector(b.bias, m.tensor(b.bias), width, host)?;
+            constant_vector(b.bias, m.tensor(b.bias), width, constants)?;
         }
         if let Some((norm, scaled, weight)) = b.norm {
             if let Some(node) = m.node(norm) {
                 no_params_from(norm, node, 1)?;
                 no_params_from(scaled, m.tensor(scaled), 0)?;
-                constant_vector(weight, m.tensor(weight), node.ne()[0], host)?;
+                constant_vector(weight, m.tensor(weight), node.ne()[0], constants)?;
                 let head = b.rope.map_or(node.ne()[0], |r| m.tensor(r).ne()[0]);
                 if node.ne()[0] != head || !node.is(DType::F32) {
                     return Err(Decline::new(
@@ -137,7 +137,7 @@ fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
     }
     guard_one_rope(m.tensor("qr"), m.tensor("kr"))?;
     if let Some(ff) = m.get("ff") {
-        constant_vector("ff", ff, i64::from(m.tensor("qr").param_i32(1)) / 2, host)?;
+        constant_vector("ff", ff, i64::from(m.tensor("qr").param_i32(1)) / 2, constants)?;
     }
     let q = m.tensor("qs");
     if !q.is(DType::F32) || !q.same_shape(m.tensor("qr")) || q.nb()[0] != 4 {

@@ -2,8 +2,8 @@
 
 use super::add_norm::{guard_rows, norm_calls};
 use super::pattern::{Match, Pattern, Step};
-use super::{constant_vector, exact, no_params_from, Decline, MayAlias, Window};
-use crate::graph::{HostView, Op};
+use super::{constant_vector, exact, no_params_from, Constants, Decline, MayAlias, Window};
+use crate::graph::Op;
 use std::sync::LazyLock;
 
 static STEPS: &[Step] = &[
@@ -36,10 +36,10 @@ pub static SANDWICH_NORM: Window = Window {
     calls: norm_calls,
 };
 
-fn guard(m: &Match, host: HostView) -> Result<(), Decline> {
-    guard_rows(m, host)?;
+fn guard(m: &Match, constants: &Constants) -> Result<(), Decline> {
+    guard_rows(m, constants)?;
     let n = m.tensor("h").ne()[0];
-    constant_vector("w1", m.tensor("w1"), n, host)?;
+    constant_vector("w1", m.tensor("w1"), n, constants)?;
     no_params_from("n1", m.tensor("n1"), 1)?;
     no_params_from("p", m.tensor("p"), 0)
 }

@@ -1,4 +1,5 @@
 //! Runs the `flashrt` command, and stands in for llama.cpp's tools where there is no GPU.
+#![allow(dead_code, reason = "each test file uses its part")]
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -40,10 +41,8 @@ fn text(bytes: &[u8]) -> String {
 }
 
 /// A folder for one test.
-#[allow(dead_code)] // not every test file needs one
 pub struct Scratch(TempDir);
 
-#[allow(dead_code)]
 impl Scratch {
     pub fn new() -> Self {
         Scratch(tempfile::tempdir().unwrap())

@@ -518,6 +518,8 @@ fn run_dec_attn(m: &mut Memory, a: &DecAttnArgs) {
 pub struct FakeDevice {
     pub memory: Arc<Mutex<Memory>>,
     pub launches: Arc<Mutex<Vec<KernelCall>>>,
+    /// Of each launch: may it start before its predecessor's end?
+    pub dependent: Arc<Mutex<Vec<bool>>>,
     /// Launch with this number fails, once.
     pub failing: Arc<Mutex<Option<usize>>>,
     pub check: Result<(), String>,
@@ -530,6 +532,7 @@ impl FakeDevice {
         FakeDevice {
             memory: Arc::new(Mutex::new(memory)),
             launches: Arc::default(),
+            dependent: Arc::default(),
             failing: Arc::default(),
             check: Ok(()),
             tamper: |_| {},
@@ -550,7 +553,7 @@ impl BlockSource for FakeDevice {
 }
 
 impl Backend for FakeDevice {
-    fn launch(&self, call: &KernelCall, _launch: Launch) -> Result<(), CudaError> {
+    fn launch(&self, call: &KernelCall, launch: Launch) -> Result<(), CudaError> {
         let mut launches = self.launches.lock().unwrap();
         let mut failing = self.failing.lock().unwrap();
         if *failing == Some(launches.len()) {
@@ -563,6 +566,7 @@ impl Backend for FakeDevice {
         let mut call = *call;
         (self.tamper)(&mut call);
         launches.push(call);
+        self.dependent.lock().unwrap().push(launch.pdl != 0);
         let mut m = self.memory.lock().unwrap();
         match call {
             KernelCall::Norm(a) => run_norm(&mut m, &a),

@@ -1,7 +1,7 @@
 //! Decoder layers in the order llama.cpp's builders put them.
 
 use ggml_flashrt::graph::dump::GraphRecord;
-use ggml_flashrt::graph::{DType, GraphBuilder, Op, TensorId};
+use ggml_flashrt::graph::{BufferKind, DType, GraphBuilder, Op, TensorId};
 
 /// Which model the layers are of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,6 +70,20 @@ impl Shape {
             ..Shape::small(family)
         }
     }
+}
+
+/// The same graph as an RPC server sees it: no uid, no buffer marked as weights, uses of nodes only.
+pub fn on_an_rpc_server(mut record: GraphRecord) -> GraphRecord {
+    record.uid = 0;
+    for (id, t) in record.tensors.iter_mut().enumerate() {
+        if t.buffer == BufferKind::OwnWeights {
+            t.buffer = BufferKind::Own;
+        }
+        if !record.nodes.contains(&id) {
+            t.uses = 0;
+        }
+    }
+    record
 }
 
 /// Operation parameters from floats and integers.

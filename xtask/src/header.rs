@@ -4,7 +4,7 @@
 use anyhow::{Context, Result};
 use ggml_flashrt::abi::layout;
 use ggml_flashrt::graph::raw::{RawGraph, RawTensor};
-use ggml_flashrt::graph::{Op, FLAG_COMPUTE, FLAG_OUTPUT};
+use ggml_flashrt::graph::{Op, FLAG_COMPUTE, FLAG_INPUT, FLAG_OUTPUT};
 use std::fmt::Write;
 use std::mem::size_of;
 use std::path::Path;
@@ -97,6 +97,7 @@ fn tables() -> Result<String> {
     }
     writeln!(out, "#define FLASHRT_TENSOR_SIZE {}", size_of::<RawTensor>())?;
     writeln!(out, "#define FLASHRT_CGRAPH_SIZE {}", size_of::<RawGraph>())?;
+    writeln!(out, "#define FLASHRT_TENSOR_FLAG_INPUT {FLAG_INPUT}")?;
     writeln!(out, "#define FLASHRT_TENSOR_FLAG_OUTPUT {FLAG_OUTPUT}")?;
     write!(out, "#define FLASHRT_TENSOR_FLAG_COMPUTE {FLAG_COMPUTE}")?;
     Ok(out)

@@ -1,8 +1,10 @@
 //! `flashrt qualify`: the same results with the windows on as with them off, by llama.cpp's own tools.
 //!
-//! Three comparisons of one build with itself, on against `GGML_FLASHRT_DISABLE=1`:
-//! greedy text, token for token, where it may part only at a tie; the distribution over next tokens against that of the dequantised model; and perplexity at
-//! several ubatch sizes, because one token at a time takes other kernels than a full ubatch.
+//! One build against itself, on against `GGML_FLASHRT_DISABLE=1`. Neither is the truth: both round, in different places. So the
+//! judge is the dequantised model, whose weights are the same values in F32. Greedy text, token for token, may part only at a
+//! tie or towards that model; and the distributions over next tokens (KL divergence, top token, perplexity) may be no farther from
+//! that model's with the windows than without. The latter at several ubatch sizes, because one token at a time takes other
+//! kernels than a full ubatch.
 
 mod greedy;
 
@@ -18,9 +20,10 @@ use std::ffi::OsString;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// How far perplexity may move. Reordered sums and 8-bit activations move it by a few hundredths of a percent either way; a
-/// wrong kernel by orders of magnitude more.
-const MAX_PERPLEXITY_CHANGE: f64 = 0.005;
+/// By how many standard errors of a difference the windows may look worse than stock. The errors are those that llama-perplexity
+/// states of its means over tokens. By chance alone one comparison in 740 exceeds three (one side of a normal distribution), so of
+/// sets of twelve one in sixty fails; a wrong kernel moves these figures by tens of standard errors.
+const STANDARD_ERRORS: f64 = 3.0;
 
 /// Beginnings for greedy text: prose, code, lists, numbers, other languages.
 const PROMPTS: [&str; 10] = [
@@ -45,7 +48,7 @@ pub struct Args {
     /// The model, a GGUF file.
     #[arg(long, value_name = "FILE")]
     model: PathBuf,
-    /// Plain text for perplexity and KL divergence; both are left out without it.
+    /// Plain text for KL divergence and perplexity; without it they are left out, and no dequantised model is made.
     #[arg(long, value_name = "FILE")]
     corpus: Option<PathBuf>,
     /// Report to write; must not exist yet.
@@ -57,7 +60,7 @@ pub struct Args {
     /// Pieces of 512 tokens of the corpus to use.
     #[arg(long, default_value_t = 8)]
     chunks: u32,
-    /// Ubatch sizes for perplexity.
+    /// Ubatch sizes to compare at.
     #[arg(long, value_delimiter = ',', default_values_t = [1, 3, 33, 512])]
     ubatches: Vec<u32>,
     /// Type of the dequantised model; F32 is exact.
@@ -91,14 +94,12 @@ pub fn run(args: Args) -> Result<()> {
         args: &args,
         runs: Vec::new(),
     };
-    let mut checks = vec![session.greedy_text()?];
-    match &args.corpus {
-        Some(corpus) => {
-            checks.extend(session.divergence(corpus)?);
-            checks.extend(session.perplexities(corpus)?);
-        }
+    let reference = args.corpus.as_deref().map(|c| session.reference(c)).transpose()?;
+    let mut checks = vec![session.greedy_text(reference.as_ref())?];
+    match &reference {
+        Some(reference) => checks.extend(session.distances(reference)?),
         None => {
-            for what in ["KL divergence", "perplexity"] {
+            for what in ["KL divergence", "same top token", "perplexity"] {
                 missing.insert(format!("checks.{what}"), "no --corpus was given".to_owned());
             }
         }
@@ -148,6 +149,16 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
+/// The dequantised model.
+struct Reference {
+    model: PathBuf,
+    /// What llama-perplexity takes to compare with it.
+    options: Vec<String>,
+    /// Its own perplexity.
+    perplexity: Value,
+    _scratch: tempfile::TempDir,
+}
+
 /// Processes so far.
 struct Session<'a> {
     host: Host,
@@ -176,33 +187,50 @@ impl Session<'_> {
         Ok(record)
     }
 
-    /// Greedy text from one server each, with the log-probabilities that say whether two texts part at a tie.
-    fn greedy_text(&mut self) -> Result<Check> {
-        let on = self.texts(Arm::Adapter)?;
-        let off = self.texts(Arm::Stock)?;
-        Ok(greedy::compare(&PROMPTS, &on, &off, self.args.tokens))
+    /// Greedy text from one server each, with the log-probabilities that say whether two texts part at a tie; and where they
+    /// part, what the dequantised model has to say.
+    fn greedy_text(&mut self, reference: Option<&Reference>) -> Result<Check> {
+        let requests: Vec<_> = PROMPTS.map(|p| greedy::request(p, self.args.tokens)).into();
+        let model = &self.args.model;
+        let on = self.answers(Arm::Adapter, model, &requests)?;
+        let off = self.answers(Arm::Stock, model, &requests)?;
+        let partings = greedy::partings(&on, &off);
+        let mut preferences = Vec::new();
+        if let Some(reference) = reference.filter(|_| !partings.is_empty()) {
+            let questions: Vec<_> = partings.iter().map(|p| p.question(&PROMPTS, &on)).collect();
+            let answers = self.answers(Arm::Stock, &reference.model, &questions)?;
+            preferences = partings.iter().zip(&answers).map(|(p, a)| p.preference(a)).collect();
+        }
+        Ok(greedy::judge(
+            &PROMPTS,
+            (&on, &off),
+            &partings,
+            &preferences,
+            self.args.tokens,
+        ))
     }
 
-    fn texts(&mut self, arm: Arm) -> Result<Vec<greedy::Text>> {
+    /// What a server with this model answers.
+    fn answers(&mut self, arm: Arm, model: &Path, requests: &[Value]) -> Result<Vec<greedy::Text>> {
         eprintln!("llama-server, windows {}", if arm == Arm::Stock { "off" } else { "on" });
         let vars: &[_] = if arm == Arm::Stock { &[DISABLE] } else { &[] };
-        let mut options: Vec<OsString> = vec!["-m".into(), self.args.model.clone().into()];
+        let mut options: Vec<OsString> = vec!["-m".into(), model.into()];
         options.extend(["-c", "4096", "-np", "1"].map(OsString::from));
         options.extend(self.args.extra.iter().cloned());
         let server = Server::start(&self.host, &options, vars)?;
         let mut texts = Vec::new();
-        for prompt in PROMPTS {
-            let answer = server.complete(&greedy::request(prompt, self.args.tokens))?;
+        for request in requests {
+            let answer = server.complete(request)?;
             texts.push(greedy::Text::read(&answer).with_context(|| format!("llama-server answered {answer}"))?);
         }
         let done = server.stop()?;
-        let record = |(prompt, text): (&str, &greedy::Text)| {
+        let record = |(request, text): (&Value, &greedy::Text)| {
             Map::from_iter([
-                ("prompt".to_owned(), json!(prompt)),
+                ("prompt".to_owned(), request["prompt"].clone()),
                 ("text".to_owned(), json!(text.content)),
             ])
         };
-        let records = PROMPTS.into_iter().zip(&texts).map(record).collect();
+        let records = requests.iter().zip(&texts).map(record).collect();
         self.keep(arm, done, records);
         Ok(texts)
     }
@@ -226,16 +254,15 @@ impl Session<'_> {
         });
     }
 
-    /// Distance to the dequantised model: with the windows on it may not be larger than without them, beyond the uncertainty
-    /// that llama-perplexity states.
-    fn divergence(&mut self, corpus: &Path) -> Result<[Check; 2]> {
+    /// Makes the dequantised model, and its logits on the corpus at the tools' own ubatch size.
+    fn reference(&mut self, corpus: &Path) -> Result<Reference> {
         let scratch = tempfile::tempdir_in(&self.args.scratch).context("no scratch folder")?;
-        let reference = scratch.path().join("dequantised.gguf");
+        let model = scratch.path().join("dequantised.gguf");
         let logits = scratch.path().join("logits.bin");
         eprintln!("llama-quantize to {}", self.args.reference_type);
         let from_to = [
             self.args.model.as_os_str(),
-            reference.as_os_str(),
+            model.as_os_str(),
             self.args.reference_type.as_ref(),
         ];
         let quantize: Vec<OsString> = ["--allow-requantize".into()]
@@ -244,11 +271,8 @@ impl Session<'_> {
             .collect();
         self.host.run("llama-quantize", &quantize, &[DISABLE])?;
 
-        let chunks = self.args.chunks.to_string();
-        let (corpus, logits) = (path_text(corpus)?, path_text(&logits)?);
-        let common = [
-            "-f",
-            corpus,
+        let (chunks, logits) = (self.args.chunks.to_string(), path_text(&logits)?.to_owned());
+        let options = [
             "-c",
             "512",
             "-b",
@@ -256,51 +280,61 @@ impl Session<'_> {
             "--chunks",
             &chunks,
             "--kl-divergence-base",
-            logits,
-        ];
-        self.tool(Arm::Stock, "llama-perplexity", &reference, &common, perplexity)?;
-        let compare = [&common[2..], &["--kl-divergence"]].concat();
-        let on = self.tool(Arm::Adapter, "llama-perplexity", &self.args.model, &compare, distance)?;
-        let off = self.tool(Arm::Stock, "llama-perplexity", &self.args.model, &compare, distance)?;
-
-        let value = |side: &Value, field: &str| side[field].as_f64().unwrap_or(f64::NAN);
-        let kld = value(&on, "kld") <= value(&off, "kld") + value(&off, "kld_uncertainty");
-        let top = value(&on, "same_top") >= value(&off, "same_top") - value(&off, "same_top_uncertainty");
-        let check = |name: &str, field: &str, pass| Check {
-            name: name.into(),
-            pass: Some(pass),
-            detail: format!("{} with windows, {} without", on[field], off[field]),
-            data: json!({"on": &on, "off": &off}),
-        };
-        Ok([
-            check("KL divergence", "kld", kld),
-            check("same top token, %", "same_top", top),
-        ])
+            &logits,
+        ]
+        .map(str::to_owned);
+        let base: Vec<&str> = ["-f", path_text(corpus)?]
+            .into_iter()
+            .chain(options.iter().map(String::as_str))
+            .collect();
+        let perplexity = self.tool(Arm::Stock, "llama-perplexity", &model, &base, perplexity)?;
+        Ok(Reference {
+            model,
+            options: options.into(),
+            perplexity,
+            _scratch: scratch,
+        })
     }
 
-    fn perplexities(&mut self, corpus: &Path) -> Result<Vec<Check>> {
-        let chunks = self.args.chunks.to_string();
-        let corpus = path_text(corpus)?;
+    /// Distances to the dequantised model at each ubatch size: with the windows on they may not be larger than without them,
+    /// beyond what chance makes of the pieces of text that were looked at.
+    fn distances(&mut self, reference: &Reference) -> Result<Vec<Check>> {
         let mut checks = Vec::new();
-        for ubatch in &self.args.ubatches {
+        for ubatch in self.args.ubatches.clone() {
             let size = ubatch.to_string();
-            let options = [
-                "-f", corpus, "-c", "512", "-b", "512", "-ub", &size, "--chunks", &chunks,
-            ];
-            let on = self.tool(Arm::Adapter, "llama-perplexity", &self.args.model, &options, perplexity)?;
-            let off = self.tool(Arm::Stock, "llama-perplexity", &self.args.model, &options, perplexity)?;
-            let change = on["ppl"].as_f64().unwrap_or(f64::NAN) / off["ppl"].as_f64().unwrap_or(f64::NAN) - 1.0;
-            checks.push(Check {
-                name: format!("perplexity at -ub {ubatch}"),
-                pass: Some(change.abs() <= MAX_PERPLEXITY_CHANGE),
-                detail: format!(
-                    "{} with windows, {} without: {:+.4} %",
-                    on["ppl"],
-                    off["ppl"],
-                    100.0 * change
+            let mut options: Vec<&str> = reference.options.iter().map(String::as_str).collect();
+            options.extend(["-ub", &size, "--kl-divergence"]);
+            let on = self.tool(Arm::Adapter, "llama-perplexity", &self.args.model, &options, distance)?;
+            let off = self.tool(Arm::Stock, "llama-perplexity", &self.args.model, &options, distance)?;
+            let value = |side: &Value, field: &str| side[field].as_f64().unwrap_or(f64::NAN);
+            let chance = |field: &str| {
+                let field = format!("{field}_uncertainty");
+                STANDARD_ERRORS * value(&on, &field).hypot(value(&off, &field))
+            };
+            let mut check = |what: &str, pass, detail| {
+                checks.push(Check {
+                    name: format!("{what} at -ub {ubatch}"),
+                    pass: Some(pass),
+                    detail,
+                    data: json!({"on": &on, "off": &off, "dequantised": &reference.perplexity}),
+                });
+            };
+            let sides = |field: &str| format!("{} with windows, {} without", on[field], off[field]);
+            let no_larger = value(&on, "kld") <= value(&off, "kld") + chance("kld");
+            check("KL divergence", no_larger, sides("kld"));
+            let no_smaller = value(&on, "same_top") >= value(&off, "same_top") - chance("same_top");
+            check("same top token, %,", no_smaller, sides("same_top"));
+            let [on_ratio, off_ratio] = [&on, &off].map(|side| value(side, "ln_ppl_ratio"));
+            check(
+                "perplexity",
+                on_ratio.abs() <= off_ratio.abs() + chance("ln_ppl_ratio"),
+                format!(
+                    "{:+.2} % from the dequantised model's with windows, {:+.2} % without; {:+.2} % between them",
+                    100.0 * on_ratio.exp_m1(),
+                    100.0 * off_ratio.exp_m1(),
+                    100.0 * (on_ratio - off_ratio).exp_m1()
                 ),
-                data: json!({"on": on, "off": off}),
-            });
+            );
         }
         Ok(checks)
     }
@@ -363,9 +397,11 @@ fn distance(done: &Finished) -> Result<Value> {
     let (kld, kld_uncertainty) = value_after(&text, "Mean    KLD:")?;
     let (same_top, same_top_uncertainty) = value_after(&text, "Same top p:")?;
     let (ppl, ppl_uncertainty) = value_after(&text, "Mean PPL(Q)  ")?;
+    let (ln_ppl_ratio, ln_ppl_ratio_uncertainty) = value_after(&text, "Mean ln(PPL(Q)/PPL(base))")?;
     Ok(
         json!({"kld": kld, "kld_uncertainty": kld_uncertainty, "same_top": same_top,
-        "same_top_uncertainty": same_top_uncertainty, "ppl": ppl, "ppl_uncertainty": ppl_uncertainty}),
+        "same_top_uncertainty": same_top_uncertainty, "ppl": ppl, "ppl_uncertainty": ppl_uncertainty,
+        "ln_ppl_ratio": ln_ppl_ratio, "ln_ppl_ratio_uncertainty": ln_ppl_ratio_uncertainty}),
     )
 }
 
@@ -397,10 +433,13 @@ mod tests {
     fn reads_what_llama_perplexity_prints() {
         let text = "Final estimate: PPL = 21.3456 +/- 0.51234\nMean    KLD:   0.001234 ±   0.000056\n\
                     Mean PPL(Q)                   :  21.345600 ±   0.512340\n\
+                    Mean ln(PPL(Q)/PPL(base))     :  -0.005000 ±   0.002000\n\
                     Mean PPL(Q)-PPL(base)         :   0.010000 ±   0.020000\nSame top p: 98.765 ± 0.123 %\n";
         assert_eq!(value_after(text, "Final estimate: PPL =").unwrap(), (21.3456, 0.51234));
         assert_eq!(value_after(text, "Mean    KLD:").unwrap(), (0.001234, 0.000056));
         assert_eq!(value_after(text, "Mean PPL(Q)  ").unwrap(), (21.3456, 0.51234));
+        let ratio = value_after(text, "Mean ln(PPL(Q)/PPL(base))").unwrap();
+        assert_eq!(ratio, (-0.005, 0.002));
         assert_eq!(value_after(text, "Same top p:").unwrap(), (98.765, 0.123));
         assert!(value_after(text, "Median").is_err());
         assert!(value_after("Same top p: nothing", "Same top p:").is_err());

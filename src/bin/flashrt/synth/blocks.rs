@@ -3,7 +3,7 @@
 //! Quantising random floats would give the same distribution a thousand times slower.
 
 use super::model::{Fill, Tensor};
-use ggml_flashrt::gguf::GgmlType;
+use ggml_flashrt::graph::DType;
 use half::{bf16, f16};
 use std::io::{self, Write};
 
@@ -36,24 +36,20 @@ impl Random {
 }
 
 /// Types that `Filler` can make.
-pub fn supports(ty: GgmlType) -> bool {
-    use GgmlType::*;
+pub fn supports(ty: DType) -> bool {
+    use DType::*;
     !matches!(ty, Q8_1 | Q8_K | I8 | I16 | I32 | I64 | F64)
 }
 
 /// Names of the types that can be made, for messages.
 pub fn supported_names() -> String {
-    let names: Vec<_> = GgmlType::ALL
-        .iter()
-        .filter(|t| supports(**t))
-        .map(|t| t.name())
-        .collect();
+    let names: Vec<_> = DType::ALL.iter().filter(|t| supports(**t)).map(|t| t.name()).collect();
     names.join(", ")
 }
 
 /// Makes one tensor's data.
 pub struct Filler {
-    ty: GgmlType,
+    ty: DType,
     fill: Fill,
     blocks: u64,
     /// Standard deviation of the values.
@@ -63,14 +59,14 @@ pub struct Filler {
 
 impl Filler {
     /// Each tensor has its own sequence, from the seed and its name, so that other tensors do not matter to it.
-    pub fn new(ty: GgmlType, tensor: &Tensor, seed: u64) -> Self {
+    pub fn new(ty: DType, tensor: &Tensor, seed: u64) -> Self {
         let elements: u64 = tensor.dims.iter().product();
         let state = tensor.name.bytes().fold(seed, |h, b| Random(h ^ u64::from(b)).next());
         let sigma = 1.0 / (tensor.dims[0] as f32).sqrt();
         Filler {
             ty,
             fill: tensor.fill,
-            blocks: elements / ty.block_len(),
+            blocks: elements / ty.block_len() as u64,
             sigma,
             random: Random(state),
         }
@@ -86,7 +82,7 @@ impl Filler {
             }
             Fill::RopeFactors => return rope_factors(self.blocks).try_for_each(|f| out.write_all(&f.to_le_bytes())),
         }
-        let bytes = self.ty.block_bytes() as usize;
+        let bytes = self.ty.block_bytes();
         let mut chunk = vec![0; CHUNK / bytes * bytes];
         let mut left = self.blocks * bytes as u64;
         while left > 0 {
@@ -104,7 +100,7 @@ impl Filler {
     /// Turns random bytes into a block whose values have standard deviation `sigma`: each type's scale is `sigma` over the
     /// standard deviation of its values at scale 1, which follows from the code book (given beside each).
     fn block(&mut self, b: &mut [u8]) {
-        use GgmlType::*;
+        use DType::*;
         let s = self.sigma;
         match self.ty {
             F32 => b.copy_from_slice(&(s * self.random.normal()).to_le_bytes()),

@@ -6,7 +6,8 @@ mod model;
 use crate::output::NewFile;
 use anyhow::{Context, Result};
 use blocks::Filler;
-use ggml_flashrt::gguf::{GgmlType, Writer};
+use ggml_flashrt::gguf::Writer;
+use ggml_flashrt::graph::DType;
 use indicatif::{ProgressBar, ProgressStyle};
 use model::{Kind, Tensor};
 use std::io::BufWriter;
@@ -38,7 +39,7 @@ pub struct Args {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Scheme {
     Q4KM,
-    Pure(GgmlType),
+    Pure(DType),
 }
 
 impl Scheme {
@@ -46,7 +47,7 @@ impl Scheme {
         if name.eq_ignore_ascii_case("q4_k_m") {
             return Ok(Scheme::Q4KM);
         }
-        match GgmlType::from_name(name) {
+        match DType::from_name(name) {
             Some(ty) if blocks::supports(ty) => Ok(Scheme::Pure(ty)),
             Some(ty) => Err(format!("weights are never stored as {}", ty.name())),
             None => Err(format!("unknown type; q4_K_M or one of {}", blocks::supported_names())),
@@ -55,7 +56,7 @@ impl Scheme {
 
     /// `general.file_type`: llama.cpp's number for the mix, for display only.
     fn file_type(self) -> u32 {
-        use GgmlType::*;
+        use DType::*;
         match self {
             Scheme::Q4KM => 15,
             Scheme::Pure(ty) => match ty {
@@ -77,26 +78,26 @@ impl Scheme {
     }
 
     /// Type of a tensor of the model: what llama-quantize would choose, its fallbacks for narrow rows included.
-    fn type_of(self, tensor: &Tensor, layers: u32) -> GgmlType {
+    fn type_of(self, tensor: &Tensor, layers: u32) -> DType {
         if tensor.dims.len() < 2 || tensor.keep_f32 {
-            return GgmlType::F32;
+            return DType::F32;
         }
         let wanted = match self {
             Scheme::Pure(ty) => ty,
-            Scheme::Q4KM if tensor.is_output => GgmlType::Q6_K,
-            Scheme::Q4KM if tensor.more_bits && more_bits(tensor.layer, layers) => GgmlType::Q6_K,
-            Scheme::Q4KM => GgmlType::Q4_K,
+            Scheme::Q4KM if tensor.is_output => DType::Q6_K,
+            Scheme::Q4KM if tensor.more_bits && more_bits(tensor.layer, layers) => DType::Q6_K,
+            Scheme::Q4KM => DType::Q4_K,
         };
         let width = tensor.dims[0];
-        let fits = |ty: GgmlType| width % ty.block_len() == 0;
+        let fits = |ty: DType| width % ty.block_len() as u64 == 0;
         match wanted {
             ty if fits(ty) => ty,
             // The output matrix takes Q8_0 at once, not the fallback of its type.
-            _ if tensor.is_output && fits(GgmlType::Q8_0) => GgmlType::Q8_0,
-            ty => [fallback(ty), GgmlType::F16]
+            _ if tensor.is_output && fits(DType::Q8_0) => DType::Q8_0,
+            ty => [fallback(ty), DType::F16]
                 .into_iter()
                 .find(|ty| fits(*ty))
-                .unwrap_or(GgmlType::F16),
+                .unwrap_or(DType::F16),
         }
     }
 }
@@ -108,8 +109,8 @@ fn more_bits(layer: u32, layers: u32) -> bool {
 }
 
 /// Type that replaces one whose blocks do not divide the row.
-fn fallback(ty: GgmlType) -> GgmlType {
-    use GgmlType::*;
+fn fallback(ty: DType) -> DType {
+    use DType::*;
     match ty {
         IQ1_S | IQ1_M | IQ2_XXS | IQ2_XS | IQ2_S | IQ3_XXS | IQ3_S | IQ4_XS => IQ4_NL,
         Q2_0 | Q2_K | Q3_K | TQ1_0 | TQ2_0 => Q4_0,
