@@ -168,6 +168,49 @@ typedef struct frt_h16_args {
 } frt_h16_args;
 int frt_to_h16(const frt_h16_args * args, frt_launch launch);
 
+// ---- mat-mul with routed experts (sm_90a) ---------------------------------------------------------------------------
+// Which rows each expert multiplies: the routed pairs (token, slot) in the order of their experts, and within one by token and slot.
+// Each expert's rows begin at a multiple of 8. Pairs whose id is no expert are left out.
+typedef struct frt_moe_rows {
+    int32_t * rows;   // [frt_moe_max_rows]: token * n_used + slot of the pair at each place, -1 where there is none
+    int32_t * begin;  // [n_experts + 1]: first place of each expert; the last: all places
+    int32_t * count;  // [n_experts]: pairs of each expert
+} frt_moe_rows;
+
+typedef struct frt_moe_route_args {
+    const int32_t * ids;  int64_t ids_stride;  // [n_tokens][n_used], elements between tokens
+    int32_t         n_tokens, n_used, n_experts;  // n_experts <= FRT_MOE_MAX_EXPERTS
+    frt_moe_rows    out;
+} frt_moe_route_args;
+#define FRT_MOE_MAX_EXPERTS 1024
+int frt_moe_route(const frt_moe_route_args * args, frt_launch launch);
+// Places of n_pairs routed pairs, at most.
+int32_t frt_moe_max_rows(int32_t n_pairs, int32_t n_experts);
+
+// f32 rows to frt_h16, in the order of `rows`. Row of x for a pair (t, s): t, or with per_slot t * n_used + s.
+typedef struct frt_moe_h16_args {
+    const float * x;  int64_t x_stride;
+    frt_h16       y;            // frt_moe_max_rows rows
+    frt_moe_rows  route;
+    int32_t       k, n_pairs, n_used, n_experts, per_slot;
+} frt_moe_h16_args;
+int frt_moe_to_h16(const frt_moe_h16_args * args, frt_launch launch);
+
+// dst[p][r] = sum_k w[e][r][k] * x[p][k] for each routed pair p = token * n_used + slot with its expert e, or with glu:
+// act(w[e][r] . x[p]) * (w2[e][r] . x[p]). Rows of dst whose pair has no expert are not written.
+typedef struct frt_moe_mm_args {
+    int32_t       type, glu;
+    const void *  w;            // [n_experts][n_rows] rows, row_bytes and expert_bytes apart
+    const void *  w2;
+    int64_t       row_bytes, expert_bytes;
+    int32_t       n_rows, k, n_pairs, n_experts;
+    frt_h16       x;            // from frt_moe_to_h16
+    frt_moe_rows  route;
+    float *       dst;  int64_t dst_stride;  // [n_pairs]
+} frt_moe_mm_args;
+int frt_moe_mm(const frt_moe_mm_args * args, frt_launch launch);
+int frt_moe_mm_supports(int32_t type, int32_t k, int32_t glu, int32_t n_experts);
+
 // Architectures this archive was compiled for, e.g. "sm_90a compute_90".
 const char * frt_archs(void);
 

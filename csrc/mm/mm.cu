@@ -9,15 +9,15 @@ namespace mm {
 namespace {
 
 struct Entry {
-    int32_t  type;  // ggml_type
-    int      block, row_align;
-    Launcher launcher;
+    int32_t           type;  // ggml_type
+    int               block, row_align;
+    const Launchers * launchers;
 };
 
 constexpr Entry kEntries[] = {
-    {1, 64, 16, mm_f16},   {30, 64, 16, mm_bf16},  {2, 32, 2, mm_q4_0},   {3, 32, 4, mm_q4_1},     {6, 32, 2, mm_q5_0},     {7, 32, 8, mm_q5_1},
-    {8, 32, 2, mm_q8_0},   {10, 256, 4, mm_q2_k},  {11, 256, 2, mm_q3_k}, {12, 256, 16, mm_q4_k},  {13, 256, 16, mm_q5_k},  {14, 256, 2, mm_q6_k},
-    {20, 32, 2, mm_iq4_nl}, {23, 256, 8, mm_iq4_xs}, {39, 32, 1, mm_mxfp4}, {40, 64, 4, mm_nvfp4},
+    {1, 64, 16, &mm_f16},    {30, 64, 16, &mm_bf16},   {2, 32, 2, &mm_q4_0},    {3, 32, 4, &mm_q4_1},   {6, 32, 2, &mm_q5_0},   {7, 32, 8, &mm_q5_1},
+    {8, 32, 2, &mm_q8_0},    {10, 256, 4, &mm_q2_k},   {11, 256, 2, &mm_q3_k},  {12, 256, 16, &mm_q4_k}, {13, 256, 16, &mm_q5_k}, {14, 256, 2, &mm_q6_k},
+    {20, 32, 2, &mm_iq4_nl}, {23, 256, 8, &mm_iq4_xs}, {39, 32, 1, &mm_mxfp4},  {40, 64, 4, &mm_nvfp4},
 };
 
 const Entry * find(int32_t type) {
@@ -42,17 +42,31 @@ bool device_has_kernel() {
 
 bool aligned(const void * p, uintptr_t to) { return reinterpret_cast<uintptr_t>(p) % to == 0; }
 
+bool usable(const frt_h16 & x) { return x.x != nullptr && x.scale != nullptr && aligned(x.x, 128); }
+
+bool usable(const void * w, int64_t row_bytes, const Entry & e) { return w != nullptr && aligned(w, 16) && row_bytes % e.row_align == 0; }
+
 }  // namespace
 
 cudaError_t mm_any(const frt_mm_args & a, frt_launch how, int tokens) {
     const Entry * e = find(a.type);
     const bool    glu = a.glu != FRT_GLU_NONE;
-    if (e == nullptr || !frt_mm_supports(a.type, a.k, a.glu) || a.n_rows < 1 || a.n_tokens < 1 || a.dst == nullptr || a.x.x == nullptr ||
-        a.x.scale == nullptr || !aligned(a.x.x, 128) || a.w == nullptr || !aligned(a.w, 16) || a.row_bytes % e->row_align != 0 ||
-        (glu && (a.w2 == nullptr || !aligned(a.w2, 16) || a.bias != nullptr || a.res != nullptr))) {
+    if (!frt_mm_supports(a.type, a.k, a.glu) || a.n_rows < 1 || a.n_tokens < 1 || a.dst == nullptr || !usable(a.x) ||
+        !usable(a.w, a.row_bytes, *e) || (glu && (!usable(a.w2, a.row_bytes, *e) || a.bias != nullptr || a.res != nullptr))) {
         return cudaErrorInvalidValue;
     }
-    return e->launcher(a, how, tokens);
+    return e->launchers->plain(a, how, tokens);
+}
+
+cudaError_t moe_any(const frt_moe_mm_args & a, frt_launch how) {
+    const Entry * e = find(a.type);
+    if (!frt_moe_mm_supports(a.type, a.k, a.glu, a.n_experts) || a.n_rows < 1 || a.n_pairs < 1 || a.dst == nullptr || !usable(a.x) ||
+        !usable(a.w, a.row_bytes, *e) || a.expert_bytes % e->row_align != 0 ||
+        (a.glu != FRT_GLU_NONE && !usable(a.w2, a.row_bytes, *e)) || a.route.rows == nullptr || a.route.begin == nullptr ||
+        a.route.count == nullptr) {
+        return cudaErrorInvalidValue;
+    }
+    return e->launchers->routed(a, how);
 }
 
 }  // namespace mm
@@ -60,9 +74,15 @@ cudaError_t mm_any(const frt_mm_args & a, frt_launch how, int tokens) {
 
 extern "C" int frt_mm(const frt_mm_args * args, frt_launch how) { return frt::mm::mm_any(*args, how, 0); }
 
+extern "C" int frt_moe_mm(const frt_moe_mm_args * args, frt_launch how) { return frt::mm::moe_any(*args, how); }
+
 extern "C" int frt_mm_supports(int32_t type, int32_t k, int32_t glu) {
     const frt::mm::Entry * e = frt::mm::find(type);
     const bool known_glu = glu == FRT_GLU_NONE || glu == FRT_GLU_REGLU || glu == FRT_GLU_GEGLU || glu == FRT_GLU_SWIGLU ||
                            glu == FRT_GLU_GEGLU_ERF || glu == FRT_GLU_GEGLU_QUICK;
     return e != nullptr && known_glu && k >= 64 && k % 64 == 0 && k % e->block == 0 && frt::mm::device_has_kernel() ? 1 : 0;
+}
+
+extern "C" int frt_moe_mm_supports(int32_t type, int32_t k, int32_t glu, int32_t n_experts) {
+    return n_experts >= 1 && n_experts <= FRT_MOE_MAX_EXPERTS && frt_mm_supports(type, k, glu) ? 1 : 0;
 }

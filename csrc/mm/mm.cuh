@@ -4,7 +4,8 @@
 //   dst[t][r] = sum_k w[r][k] * x[t][k] (+ bias[r]) (+ res[t][r])        or        act(w[r] . x[t]) * (w2[r] . x[t])
 //
 // Replaces: quantising the activations, MUL_MAT, ADD (bias), ADD (residual); or MUL_MAT x 2, GLU.
-// Shapes: w [n_rows][k] of a GGUF type, x [n_tokens][k] as frt_h16, dst f32; k a multiple of 64.
+// Shapes: w [n_rows][k] of a GGUF type, x [n_tokens][k] as frt_h16, dst f32; k a multiple of 64. Routed, the same for each expert with
+// weights of its own and the rows of x that frt_moe_route gave it.
 //
 // On every multiprocessor three warpgroups walk over tiles of 128 weight rows x TOKENS tokens, in steps of 64 values along k:
 //  - one fetches: weights as they are (cp.async, kSpan weights of every row at a time) and activations, which are stored the way that
@@ -26,17 +27,36 @@ namespace mm {
 
 constexpr int kRows = 128;               // weight rows of a tile
 constexpr int kGroups = 2;               // warpgroups that multiply
-constexpr int kGroupRows = kRows / kGroups;
 constexpr int kThreads = kGroups * 128 + 128;
 constexpr int kRawFetchers = 96;         // threads that fetch weights
 constexpr int kFetcherRegisters = 56, kMultiplierRegisters = 224;
 constexpr int kStepBytes = 2 * kStep;    // of a row in a step
 constexpr int kSmemMax = 227 * 1024;
 
+// Both kinds of arguments.
 struct Params {
-    frt_mm_args a;
-    int         padded_tokens;  // n_tokens rounded up to 8: rows of a step in x
-    int         tiles, token_tiles;
+    const uint8_t *w, *w2;
+    int64_t        row_bytes, expert_bytes;
+    int            glu, n_rows, k, n_experts;
+    frt_h16        x;
+    int            places;  // rows of a step in x, a multiple of 8
+    float *        dst;
+    int64_t        dst_stride;
+    const float *  bias;
+    const float *  res;
+    int64_t        res_stride;
+    frt_moe_rows   route;
+    int            n_tokens, token_tiles, row_tiles;  // not routed: n_tokens and how many tiles they are
+};
+
+// Output rows of a tile.
+template <bool GLU> constexpr int kTileRows = GLU ? kRows / 2 : kRows;
+
+// What to compute, as template parameters: weights of format F, tiles of TOKENS tokens, with a GLU, routed to experts.
+template <typename FORMAT, int TOKENS, bool GLU, bool ROUTED> struct Kind {
+    using F = FORMAT;
+    static constexpr int  kTokens = TOKENS;
+    static constexpr bool kGlu = GLU, kRouted = ROUTED;
 };
 
 // How format F lies in shared memory before it is dequantised. Pieces start wherever they do in global memory, modulo 16.
@@ -52,14 +72,15 @@ template <typename F> struct Raw {
     static constexpr int kChunks = first_chunk(F::kPieces);
     static constexpr int kPitch = 16 * (kChunks | 1);  // an odd number of 16 bytes: see fetch()
     static constexpr int kBytes = kRows * kPitch;
-    static constexpr bool kBulk = F::kAlign >= 16 && F::kPieces == 1;  // a span of a row is one piece on 16 bytes
 };
 
-template <typename F, int TOKENS> struct Shape {
+template <typename K> struct Shape {
+    using F = typename K::F;
     static constexpr int kSpans = Raw<F>::kBytes <= 16 * 1024 ? 4 : 3;
-    static constexpr int kStageBytes = TOKENS * kStepBytes;
-    static constexpr int kHead = 256 + 4 * TOKENS;  // barriers, scales
-    static constexpr int kFixed = 1024 + kHead + kSpans * Raw<F>::kBytes;  // of which 1024 for alignment
+    static constexpr int kStageBytes = K::kTokens * kStepBytes;
+    static constexpr int kTable = K::kRouted ? 4 * (FRT_MOE_MAX_EXPERTS + 1) : 0;
+    static constexpr int kHead = 256 + 8 * K::kTokens + (kTable + 15) / 16 * 16;  // barriers; scales and places of columns; table
+    static constexpr int kFixed = 1024 + kHead + kSpans * Raw<F>::kBytes;         // of which 1024 for alignment
     static constexpr int kFit = (kSmemMax - kFixed) / kStageBytes;
     static constexpr int kStages = kFit > 8 ? 8 : kFit;
     static constexpr int kSmem = kFixed + kStages * kStageBytes;
@@ -78,21 +99,15 @@ template <int STAGES> struct Ring {
     }
 };
 
-// Row of the weights that is row r of the tile of which `tile_row` is the first output row.
-template <bool GLU> __device__ __forceinline__ const uint8_t * row_start(const frt_mm_args & a, int tile_row, int r) {
-    const bool  second = GLU && r % 16 >= 8;
-    const int   row = tile_row + (GLU ? r / 16 * 8 + r % 8 : r);
-    const void * base = second ? a.w2 : a.w;
-    return static_cast<const uint8_t *>(base) + static_cast<int64_t>(min(row, a.n_rows - 1)) * a.row_bytes;
-}
-
 // Shared memory of a block.
-template <typename F, int TOKENS> struct Memory {
-    using S = Shape<F, TOKENS>;
+template <typename K> struct Memory {
+    using S = Shape<K>;
     uint64_t *full, *free;          // of activations
     uint64_t *raw_full, *raw_free;  // of raw weights
-    float *   scales;               // of the tile's tokens
-    uint8_t * stages;               // [kStages][TOKENS][64] f16
+    float *   scales;               // of the tile's columns
+    int *     targets;              // row of dst of each column, -1: none
+    int *     first;                // routed: token tiles before each expert
+    uint8_t * stages;               // [kStages][kTokens][64] f16
     uint8_t * raw;                  // [kSpans][kRows][Raw<F>::kPitch]
 
     __device__ explicit Memory(uint8_t * smem) {
@@ -101,6 +116,8 @@ template <typename F, int TOKENS> struct Memory {
         raw_full = free + S::kStages;
         raw_free = raw_full + S::kSpans;
         scales = reinterpret_cast<float *>(smem + 256);
+        targets = reinterpret_cast<int *>(scales + K::kTokens);
+        first = targets + K::kTokens;
         stages = smem + S::kHead + (-(hopper::smem_address(smem) + S::kHead) & 1023);  // the swizzle counts from multiples of 1024
         raw = stages + S::kStages * S::kStageBytes;
     }
@@ -117,38 +134,78 @@ template <typename F, int TOKENS> struct Memory {
     }
 };
 
-template <bool GLU> constexpr int kTileRows = GLU ? kRows / 2 : kRows;  // output rows of a tile
+struct Tile {
+    const uint8_t *w, *w2;  // of the expert
+    int            row0;    // first output row
+    int            place0;  // first row of x
+    int            places;  // rows of x, a multiple of 8
+};
+
+// The tiles of a launch, in the order in which blocks take them: tiles that share weights or activations are neighbours.
+template <typename K> struct Tiles {
+    const Params &    p;
+    const Memory<K> & m;
+
+    __device__ __forceinline__ int count() const { return p.row_tiles * (K::kRouted ? m.first[p.n_experts] : p.token_tiles); }
+
+    __device__ __forceinline__ Tile at(int i) const {
+        if (!K::kRouted) {
+            const int place0 = i % p.token_tiles * K::kTokens;
+            return {p.w, p.w2, i / p.token_tiles * kTileRows<K::kGlu>, place0, min(K::kTokens, p.places - place0)};
+        }
+        const int token_tile = i / p.row_tiles;
+        int       e = 0;  // the last expert with first[e] <= token_tile
+        for (int end = p.n_experts; end - e > 1;) {
+            const int middle = (e + end) / 2;
+            (m.first[middle] <= token_tile ? e : end) = middle;
+        }
+        const int     place = (token_tile - m.first[e]) * K::kTokens;
+        const int64_t expert = e * p.expert_bytes;
+        return {p.w + expert, p.w2 + expert, i % p.row_tiles * kTileRows<K::kGlu>, p.route.begin[e] + place,
+                min(K::kTokens, (p.route.count[e] + 7) / 8 * 8 - place)};
+    }
+
+    // One warp makes the table of token tiles.
+    __device__ void fill() const {
+        const int lane = threadIdx.x % 32;
+        int       before = 0;
+        for (int e0 = 0; e0 < p.n_experts; e0 += 32) {
+            const int mine = e0 + lane < p.n_experts ? (p.route.count[e0 + lane] + K::kTokens - 1) / K::kTokens : 0;
+            int       sum = mine;
+#pragma unroll
+            for (int o = 1; o < 32; o *= 2) {
+                const int other = __shfl_up_sync(~0u, sum, o);
+                sum += lane >= o ? other : 0;
+            }
+            if (e0 + lane < p.n_experts) {
+                m.first[e0 + lane] = before + sum - mine;
+            }
+            before += __shfl_sync(~0u, sum, 31);
+        }
+        if (lane == 0) {
+            m.first[p.n_experts] = before;
+        }
+    }
+};
+
+// Row r of the weights of a tile.
+template <bool GLU> __device__ __forceinline__ const uint8_t * row_start(const Params & p, const Tile & tile, int r) {
+    const uint8_t * base = GLU && r % 16 >= 8 ? tile.w2 : tile.w;
+    const int       row = tile.row0 + (GLU ? r / 16 * 8 + r % 8 : r);
+    return base + static_cast<int64_t>(min(row, p.n_rows - 1)) * p.row_bytes;
+}
 
 // The warpgroup that fetches.
-template <typename F, int TOKENS, bool GLU> struct Fetcher {
-    using S = Shape<F, TOKENS>;
+template <typename K> struct Fetcher {
+    using F = typename K::F;
+    using S = Shape<K>;
     using R = Raw<F>;
 
-    const Params &            p;
-    const Memory<F, TOKENS> & m;
+    const Params &    p;
+    const Memory<K> & m;
 
-    // Starts the copies of one span of all rows.
-    __device__ __forceinline__ void weights(int tile_row, int span, int slot) const {
-        if constexpr (R::kBulk) {
-            whole_rows(tile_row, span, slot);
-        } else {
-            chunks(tile_row, span, slot);
-        }
-    }
-
-    // One copy a row.
-    __device__ __forceinline__ void whole_rows(int tile_row, int span, int slot) const {
-        const Piece piece = F::piece(span, 0);
-        const int   bytes = min(piece.bytes, p.a.k / F::kBlock * F::kBytes - piece.offset);
-        const int   first = threadIdx.x % 128, rows = (kRows - first + kRawFetchers - 1) / kRawFetchers;
-        hopper::barrier_arrive_expecting(m.raw_full + slot, rows * bytes);
-        for (int r = first; r < kRows; r += kRawFetchers) {
-            hopper::bulk_copy(m.raw + slot * R::kBytes + r * R::kPitch, row_start<GLU>(p.a, tile_row, r) + piece.offset, bytes, m.raw_full + slot);
-        }
-    }
-
-    // A thread has one chunk of every kStride-th row.
-    __device__ __forceinline__ void chunks(int tile_row, int span, int slot) const {
+    // Starts the copies of one span of all rows: a thread has one chunk of every kStride-th row.
+    __device__ __forceinline__ void weights(const Tile & tile, int span, int slot) const {
         constexpr int kStride = kRawFetchers / R::kChunks;
         const int     thread = threadIdx.x % 128, chunk = thread % R::kChunks;
         Piece         piece = F::piece(span, 0);
@@ -160,12 +217,12 @@ template <typename F, int TOKENS, bool GLU> struct Fetcher {
                 first = R::first_chunk(n);
             }
         }
-        const int behind = piece.offset + min(piece.bytes, p.a.k / F::kBlock * F::kBytes - piece.offset);
+        const int behind = piece.offset + min(piece.bytes, p.k / F::kBlock * F::kBytes - piece.offset);
         const int at = piece.offset + 16 * (chunk - first);
         uint32_t  to = hopper::smem_address(m.raw + slot * R::kBytes) + thread / R::kChunks * R::kPitch + 16 * chunk;
 #pragma unroll 4
         for (int r = thread / R::kChunks; r < kRows; r += kStride, to += kStride * R::kPitch) {
-            const uint8_t * row = row_start<GLU>(p.a, tile_row, r);
+            const uint8_t * row = row_start<K::kGlu>(p, tile, r);
             const uint8_t * from = row + at;
             if (F::kAlign < 16) {
                 from -= reinterpret_cast<uintptr_t>(row + piece.offset) & 15;
@@ -179,32 +236,42 @@ template <typename F, int TOKENS, bool GLU> struct Fetcher {
 
     // Three warps do this,
     __device__ void fetch_weights() const {
-        const int       spans = (p.a.k + kSpan - 1) / kSpan;
+        const Tiles<K>  tiles{p, m};
+        const int       spans = (p.k + kSpan - 1) / kSpan;
         Ring<S::kSpans> raw;
-        for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+        for (int i = blockIdx.x; i < tiles.count(); i += gridDim.x) {
+            const Tile tile = tiles.at(i);
             for (int span = 0; span < spans; ++span) {
                 hopper::barrier_wait(m.raw_free + raw.stage, raw.phase ^ 1);
-                weights(tile / p.token_tiles * kTileRows<GLU>, span, raw.stage);
+                weights(tile, span, raw.stage);
                 raw.next();
             }
         }
-        pdl_wait();
+        if (!K::kRouted) {
+            pdl_wait();
+        }
     }
 
     // a thread of the fourth this.
     __device__ void fetch_activations() const {
-        const int        steps = p.a.k / kStep;
+        const Tiles<K>   tiles{p, m};
+        const int        steps = p.k / kStep;
         Ring<S::kStages> ring;
-        pdl_wait();
-        for (int tile = blockIdx.x; tile < p.tiles && threadIdx.x % 32 == 0; tile += gridDim.x) {
-            const int       token = tile % p.token_tiles * TOKENS;
-            const uint32_t  bytes = min(TOKENS, p.padded_tokens - token) * kStepBytes;
-            const uint8_t * x = static_cast<const uint8_t *>(p.a.x.x) + static_cast<int64_t>(token) * kStepBytes;
+        if (!K::kRouted) {
+            pdl_wait();
+        }
+        if (threadIdx.x % 32 != 0) {
+            return;
+        }
+        for (int i = blockIdx.x; i < tiles.count(); i += gridDim.x) {
+            const Tile      tile = tiles.at(i);
+            const uint32_t  bytes = tile.places * kStepBytes;
+            const uint8_t * x = static_cast<const uint8_t *>(p.x.x) + static_cast<int64_t>(tile.place0) * kStepBytes;
             for (int s = 0; s < steps; ++s) {
                 hopper::barrier_wait(m.free + ring.stage, ring.phase ^ 1);
                 hopper::barrier_arrive_expecting(m.full + ring.stage, bytes);
                 hopper::bulk_copy(m.stages + ring.stage * S::kStageBytes, x, bytes, m.full + ring.stage);
-                x += static_cast<int64_t>(p.padded_tokens) * kStepBytes;
+                x += static_cast<int64_t>(p.places) * kStepBytes;
                 ring.next();
             }
         }
@@ -227,93 +294,77 @@ struct Gate {
     }
 };
 
-// Writes one tile out. d as Wgmma leaves it; scales: of the tile's tokens, in shared memory.
-template <int TOKENS> __device__ __forceinline__ void write_sums(const frt_mm_args & a, const float (&d)[TOKENS / 2], const float * scales, int tile_row, int token0) {
+// Writes a tile out. d as Wgmma leaves it.
+template <typename K> __device__ __forceinline__ void write_sums(const Params & p, const Memory<K> & m, const float (&d)[K::kTokens / 2], int row0) {
     constexpr int kBatch = 8;  // columns whose residuals are read before any of their sums is written: res may be dst
     const int     lane = threadIdx.x % 32, column0 = 2 * (lane % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int row = tile_row + threadIdx.x / 32 * 16 + 8 * h + lane / 4;
-        if (row >= a.n_rows) {
+        const int row = row0 + threadIdx.x / 32 * 16 + 8 * h + lane / 4;
+        if (row >= p.n_rows) {
             continue;
         }
-        const float bias = a.bias != nullptr ? a.bias[row] : 0.0f;
+        const float bias = p.bias != nullptr ? p.bias[row] : 0.0f;
 #pragma unroll
-        for (int j0 = 0; j0 < TOKENS / 8; j0 += kBatch / 2) {
+        for (int j0 = 0; j0 < K::kTokens / 8; j0 += kBatch / 2) {
             float add[kBatch];
+            int   to[kBatch];
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                const int t = token0 + 8 * (j0 + i / 2) + column0 + i % 2;
+                to[i] = m.targets[8 * (j0 + i / 2) + column0 + i % 2];
                 add[i] = bias;
-                if (a.res != nullptr && t < a.n_tokens) {
-                    add[i] += a.res[t * a.res_stride + row];
+                if (!K::kRouted && p.res != nullptr && to[i] >= 0) {
+                    add[i] += p.res[to[i] * p.res_stride + row];
                 }
             }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                const int j = j0 + i / 2, column = 8 * j + column0 + i % 2;
-                if (token0 + column < a.n_tokens) {
-                    a.dst[(token0 + column) * a.dst_stride + row] = d[4 * j + 2 * h + i % 2] * scales[column] + add[i];
+                const int j = j0 + i / 2;
+                if (to[i] >= 0) {
+                    p.dst[to[i] * p.dst_stride + row] = d[4 * j + 2 * h + i % 2] * m.scales[8 * j + column0 + i % 2] + add[i];
                 }
             }
         }
     }
 }
 
-template <int TOKENS, bool LOGISTIC>
-__device__ __forceinline__ void write_gated(const frt_mm_args & a, const float (&d)[TOKENS / 2], const float * scales, int tile_row, int token0) {
-    const Gate gate(a.glu);
-    const int  lane = threadIdx.x % 32, row = tile_row + threadIdx.x / 32 * 8 + lane / 4;
-    if (row < a.n_rows) {
+template <bool LOGISTIC, typename K>
+__device__ __forceinline__ void write_gated(const Params & p, const Memory<K> & m, const float (&d)[K::kTokens / 2], int row0) {
+    const Gate gate(p.glu);
+    const int  lane = threadIdx.x % 32, row = row0 + threadIdx.x / 32 * 8 + lane / 4;
+    if (row < p.n_rows) {
 #pragma unroll
-        for (int j = 0; j < TOKENS / 8; ++j) {
+        for (int j = 0; j < K::kTokens / 8; ++j) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const int column = 8 * j + 2 * (lane % 4) + e;
-                if (token0 + column < a.n_tokens) {
-                    const float scale = scales[column];
-                    a.dst[(token0 + column) * a.dst_stride + row] = gate.operator()<LOGISTIC>(d[4 * j + e] * scale) * (d[4 * j + 2 + e] * scale);
+                const int column = 8 * j + 2 * (lane % 4) + e, to = m.targets[column];
+                if (to >= 0) {
+                    const float scale = m.scales[column];
+                    p.dst[to * p.dst_stride + row] = gate.operator()<LOGISTIC>(d[4 * j + e] * scale) * (d[4 * j + 2 + e] * scale);
                 }
             }
         }
-    }
-}
-
-template <int TOKENS, bool GLU>
-__device__ __forceinline__ void write_tile(const frt_mm_args & a, const float (&d)[TOKENS / 2], const float * scales, int tile_row, int token0) {
-    if constexpr (!GLU) {
-        write_sums<TOKENS>(a, d, scales, tile_row, token0);
-    } else if (Gate(a.glu).logistic) {
-        write_gated<TOKENS, true>(a, d, scales, tile_row, token0);
-    } else {
-        write_gated<TOKENS, false>(a, d, scales, tile_row, token0);
     }
 }
 
 // Two warpgroups that dequantise and multiply.
-template <typename F, int TOKENS, bool GLU> struct Multiplier {
-    using S = Shape<F, TOKENS>;
+template <typename K> struct Multiplier {
+    using F = typename K::F;
+    using S = Shape<K>;
     using R = Raw<F>;
 
-    const Params &            p;
-    const Memory<F, TOKENS> & m;
-    Ring<S::kStages>          ring;
-    Ring<S::kSpans>           raw;
+    const Params &    p;
+    const Memory<K> & m;
+    Ring<S::kStages>  ring;
+    Ring<S::kSpans>   raw;
 
     static __device__ __forceinline__ bool speaks() { return threadIdx.x % 32 == 0; }
     // The thread has rows row() and row() + 8 of the tile, and a quarter of the values of a step.
     static __device__ __forceinline__ int row() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
     static __device__ __forceinline__ int quarter() { return threadIdx.x % 4; }
 
-    // Where the thread's two rows of the weights start, modulo 16: all that matters of an address once its bytes are in shared memory.
-    __device__ __forceinline__ void enter(int tile, uint32_t (&low)[2]) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            low[i] = F::kAlign >= 16 ? 0 : reinterpret_cast<uintptr_t>(row_start<GLU>(p.a, tile / p.token_tiles * kTileRows<GLU>, row() + 8 * i)) & 15;
-        }
-    }
-
-    // Step 0 of a span, raw bytes to f16: 16 weights of either row. Step 1 is the part<1>() of `rows`.
+    // Step 0 of a span, raw bytes to f16: 16 weights of either row. Step 1 is the part<1>() of `rows`. low: where the thread's two rows
+    // start, modulo 16, all that matters of an address once its bytes are in shared memory.
     __device__ __forceinline__ void open(const uint32_t (&low)[2], int span, typename F::Row (&rows)[2], uint32_t (&w)[2][8]) const {
         hopper::barrier_wait(m.raw_full + raw.stage, raw.phase);
 #pragma unroll
@@ -336,14 +387,14 @@ template <typename F, int TOKENS, bool GLU> struct Multiplier {
     }
 
     // Starts the wgmma of a step whose weights are w, and waits for the one before.
-    __device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], const uint32_t (&w)[2][8], bool add, int & before) {
+    __device__ __forceinline__ void multiply(float (&d)[K::kTokens / 2], const uint32_t (&w)[2][8], bool add, int & before) {
         hopper::barrier_wait(m.full + ring.stage, ring.phase);
         const uint64_t x = hopper::tile_descriptor(m.stages + ring.stage * S::kStageBytes);
         hopper::wgmma_begin();
 #pragma unroll
         for (int i = 0; i < kStep / 16; ++i) {
             const uint32_t a[4] = {w[0][2 * i], w[1][2 * i], w[0][2 * i + 1], w[1][2 * i + 1]};
-            hopper::Wgmma<TOKENS>::mma(d, a, x + 2 * i, add || i > 0);
+            hopper::Wgmma<K::kTokens>::mma(d, a, x + 2 * i, add || i > 0);
         }
         hopper::wgmma_commit();
         hopper::wgmma_wait<1>();
@@ -358,58 +409,81 @@ template <typename F, int TOKENS, bool GLU> struct Multiplier {
         }
     }
 
-    __device__ void run() {
-        const int steps = p.a.k / kStep, spans = (steps + 1) / 2;
-        float     d[TOKENS / 2];
-        uint32_t  w[2][2][8];  // [step of the span][row]: one is being multiplied while the other is made
-        uint32_t  low[2];
+    __device__ __forceinline__ void run(const Tile & tile) {
+        const int       steps = p.k / kStep, spans = (steps + 1) / 2;
+        float           d[K::kTokens / 2];
+        uint32_t        w[2][2][8];  // [step of the span][row]: one is being multiplied while the other is made
         typename F::Row rows[2];
-        pdl_wait();
-        for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-            const int token0 = tile % p.token_tiles * TOKENS;
-            int       before = -1;  // the stage of the step before, which the tensor cores may still be reading
-            enter(tile, low);
-            open(low, 0, rows, w[0]);
-            for (int span = 0; span < spans; ++span) {
-                multiply(d, w[0], span > 0, before);
-                if (2 * span + 1 < steps) {
-                    rows[0].template part<1>(w[1][0]);
-                    rows[1].template part<1>(w[1][1]);
-                    close();
-                    multiply(d, w[1], true, before);
-                    if (span + 1 < spans) {
-                        open(low, span + 1, rows, w[0]);
-                    }
-                } else {
-                    close();
+        uint32_t        low[2] = {};
+        int             before = -1;  // the stage of the step before, which the tensor cores may still be reading
+        if (F::kAlign < 16) {
+            low[0] = reinterpret_cast<uintptr_t>(row_start<K::kGlu>(p, tile, row())) & 15;
+            low[1] = reinterpret_cast<uintptr_t>(row_start<K::kGlu>(p, tile, row() + 8)) & 15;
+        }
+        open(low, 0, rows, w[0]);
+        for (int span = 0; span < spans; ++span) {
+            multiply(d, w[0], span > 0, before);
+            if (2 * span + 1 < steps) {
+                rows[0].template part<1>(w[1][0]);
+                rows[1].template part<1>(w[1][1]);
+                close();
+                multiply(d, w[1], true, before);
+                if (span + 1 < spans) {
+                    open(low, span + 1, rows, w[0]);
                 }
+            } else {
+                close();
             }
-            hopper::sync_some(1, kGroups * 128);  // everybody has read the scales of the tile before
-            for (int t = threadIdx.x; t < TOKENS; t += kGroups * 128) {
-                m.scales[t] = token0 + t < p.a.n_tokens ? p.a.x.scale[token0 + t] : 0.0f;
-            }
-            hopper::sync_some(1, kGroups * 128);
-            hopper::wgmma_wait<0>();
-            release(before);
-            write_tile<TOKENS, GLU>(p.a, d, m.scales, tile / p.token_tiles * kTileRows<GLU>, token0);
+        }
+        hopper::sync_some(1, kGroups * 128);  // everybody has read the columns of the tile before
+        for (int c = threadIdx.x; c < K::kTokens; c += kGroups * 128) {
+            const int place = tile.place0 + c;
+            m.scales[c] = c < tile.places ? p.x.scale[place] : 0.0f;
+            m.targets[c] = c >= tile.places ? -1 : K::kRouted ? p.route.rows[place] : place < p.n_tokens ? place : -1;
+        }
+        hopper::sync_some(1, kGroups * 128);
+        hopper::wgmma_wait<0>();
+        release(before);
+        if constexpr (!K::kGlu) {
+            write_sums(p, m, d, tile.row0);
+        } else if (Gate(p.glu).logistic) {
+            write_gated<true>(p, m, d, tile.row0);
+        } else {
+            write_gated<false>(p, m, d, tile.row0);
+        }
+    }
+
+    __device__ void run() {
+        const Tiles<K> tiles{p, m};
+        if (!K::kRouted) {
+            pdl_wait();
+        }
+        for (int i = blockIdx.x; i < tiles.count(); i += gridDim.x) {
+            run(tiles.at(i));
         }
     }
 };
 
-template <typename F, int TOKENS, bool GLU> __global__ void __launch_bounds__(kThreads, 1) mm_kernel(const __grid_constant__ Params p) {
+template <typename K> __global__ void __launch_bounds__(kThreads, 1) mm_kernel(const __grid_constant__ Params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ uint8_t smem[];
-    const Memory<F, TOKENS>   m(smem);
+    const Memory<K>           m(smem);
     if (threadIdx.x == 0) {
         m.init();
+    }
+    if (K::kRouted) {
+        pdl_wait();
+        if (threadIdx.x < 32) {
+            Tiles<K>{p, m}.fill();
+        }
     }
     __syncthreads();
     if (threadIdx.x < kGroups * 128) {
         hopper::registers_more<kMultiplierRegisters>();
-        Multiplier<F, TOKENS, GLU>{p, m}.run();
+        Multiplier<K>{p, m}.run();
     } else {
         hopper::registers_less<kFetcherRegisters>();
-        const Fetcher<F, TOKENS, GLU> fetcher{p, m};
+        const Fetcher<K> fetcher{p, m};
         if (threadIdx.x % 128 < kRawFetchers) {
             fetcher.fetch_weights();
         } else {
@@ -421,31 +495,41 @@ template <typename F, int TOKENS, bool GLU> __global__ void __launch_bounds__(kT
 #endif
 }
 
-inline constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-template <typename F, int TOKENS, bool GLU> cudaError_t mm_launch(const frt_mm_args & args, frt_launch how) {
+template <typename F, int TOKENS, bool GLU> cudaError_t mm_launch(const frt_mm_args & a, frt_launch how) {
+    using K = Kind<F, TOKENS, GLU, false>;
     Params p = {};
-    p.a = args;
-    p.padded_tokens = ceil_div(args.n_tokens, 8) * 8;
-    p.token_tiles = ceil_div(args.n_tokens, TOKENS);
-    p.tiles = p.token_tiles * ceil_div(args.n_rows, GLU ? kRows / 2 : kRows);
-    const int blocks = p.tiles < how.sm_count ? p.tiles : how.sm_count;
-    return launch<mm_kernel<F, TOKENS, GLU>>(how, blocks, kThreads, Shape<F, TOKENS>::kSmem, p);
+    p.w = static_cast<const uint8_t *>(a.w), p.w2 = static_cast<const uint8_t *>(a.w2), p.row_bytes = a.row_bytes;
+    p.glu = a.glu, p.n_rows = a.n_rows, p.k = a.k, p.x = a.x, p.places = ceil_div(a.n_tokens, 8) * 8;
+    p.dst = a.dst, p.dst_stride = a.dst_stride, p.bias = a.bias, p.res = a.res, p.res_stride = a.res_stride;
+    p.n_tokens = a.n_tokens, p.token_tiles = ceil_div(a.n_tokens, TOKENS), p.row_tiles = ceil_div(a.n_rows, kTileRows<GLU>);
+    const int tiles = p.token_tiles * p.row_tiles;
+    return launch<mm_kernel<K>>(how, tiles < how.sm_count ? tiles : how.sm_count, kThreads, Shape<K>::kSmem, p);
+}
+
+template <typename F, int TOKENS, bool GLU> cudaError_t moe_launch(const frt_moe_mm_args & a, frt_launch how) {
+    using K = Kind<F, TOKENS, GLU, true>;
+    Params p = {};
+    p.w = static_cast<const uint8_t *>(a.w), p.w2 = static_cast<const uint8_t *>(a.w2), p.row_bytes = a.row_bytes;
+    p.expert_bytes = a.expert_bytes, p.n_experts = a.n_experts;
+    p.glu = a.glu, p.n_rows = a.n_rows, p.k = a.k, p.x = a.x, p.places = frt_moe_max_rows(a.n_pairs, a.n_experts);
+    p.dst = a.dst, p.dst_stride = a.dst_stride, p.route = a.route, p.row_tiles = ceil_div(a.n_rows, kTileRows<GLU>);
+    return launch<mm_kernel<K>>(how, how.sm_count, kThreads, Shape<K>::kSmem, p);
 }
 
 // Time of all tiles when they are `tokens` wide, in units that only compare: waves of tiles, each as long as it is wide plus what a
 // narrow tile loses because the weights are dequantised for fewer tokens.
 inline int cost(const frt_mm_args & a, int rows, int tokens, int sm_count) {
     const int tiles = ceil_div(a.n_tokens, tokens) * ceil_div(a.n_rows, rows);
-    return ceil_div(tiles, sm_count) * (tokens + 24);
+    return ceil_div(tiles, sm_count) * (tokens + 64);
 }
 
 template <typename F, bool GLU> cudaError_t mm_glu(const frt_mm_args & args, frt_launch how, int tokens) {
     if (tokens == 0) {
-        const int rows = GLU ? kRows / 2 : kRows;
         tokens = 256;
         for (int narrower : {128, 64}) {
-            if (cost(args, rows, narrower, how.sm_count) < cost(args, rows, tokens, how.sm_count)) {
+            if (cost(args, kTileRows<GLU>, narrower, how.sm_count) < cost(args, kTileRows<GLU>, tokens, how.sm_count)) {
                 tokens = narrower;
             }
         }
@@ -459,25 +543,37 @@ template <typename F, bool GLU> cudaError_t mm_glu(const frt_mm_args & args, frt
 template <typename F> cudaError_t mm_typed(const frt_mm_args & args, frt_launch how, int tokens) {
     return args.glu == FRT_GLU_NONE ? mm_glu<F, false>(args, how, tokens) : mm_glu<F, true>(args, how, tokens);
 }
+// Tiles wide enough for most experts' rows, so that their weights are dequantised once.
+template <typename F, bool GLU> cudaError_t moe_glu(const frt_moe_mm_args & a, frt_launch how) {
+    return a.n_pairs <= 48 * a.n_experts ? moe_launch<F, 64, GLU>(a, how) : moe_launch<F, 192, GLU>(a, how);
+}
+template <typename F> cudaError_t mm_typed(const frt_moe_mm_args & args, frt_launch how) {
+    return args.glu == FRT_GLU_NONE ? moe_glu<F, false>(args, how) : moe_glu<F, true>(args, how);
+}
 
-using Launcher = cudaError_t (*)(const frt_mm_args &, frt_launch, int tokens);
-// One per format, each in its own file so that they compile side by side.
-cudaError_t mm_f16(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_bf16(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_q8_0(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_q4_0(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_q4_1(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_q5_0(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_q5_1(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_q2_k(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_q3_k(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_q4_k(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_q5_k(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_q6_k(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_iq4_nl(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_iq4_xs(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_mxfp4(const frt_mm_args &, frt_launch, int);
-cudaError_t mm_nvfp4(const frt_mm_args &, frt_launch, int);
+// One format's kernels. Each lives in a file of its own so that they compile side by side.
+struct Launchers {
+    cudaError_t (*plain)(const frt_mm_args &, frt_launch, int tokens);
+    cudaError_t (*routed)(const frt_moe_mm_args &, frt_launch);
+};
+template <typename F> constexpr Launchers launchers_of() { return {mm_typed<F>, mm_typed<F>}; }
+
+extern const Launchers mm_f16;
+extern const Launchers mm_bf16;
+extern const Launchers mm_q8_0;
+extern const Launchers mm_q4_0;
+extern const Launchers mm_q4_1;
+extern const Launchers mm_q5_0;
+extern const Launchers mm_q5_1;
+extern const Launchers mm_q2_k;
+extern const Launchers mm_q3_k;
+extern const Launchers mm_q4_k;
+extern const Launchers mm_q5_k;
+extern const Launchers mm_q6_k;
+extern const Launchers mm_iq4_nl;
+extern const Launchers mm_iq4_xs;
+extern const Launchers mm_mxfp4;
+extern const Launchers mm_nvfp4;
 
 // frt_mm with a choice of how.
 cudaError_t mm_any(const frt_mm_args & args, frt_launch how, int tokens);

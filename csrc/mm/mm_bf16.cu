@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The mat-mul of mm.cuh for BF16 weights.
+// The mat-muls of mm.cuh for BF16 weights.
 #include "mm.cuh"
 
 namespace frt {
 namespace mm {
 
-cudaError_t mm_bf16(const frt_mm_args & args, frt_launch how, int tokens) { return mm_typed<BF16>(args, how, tokens); }
+const Launchers mm_bf16 = launchers_of<BF16>();
 
 }  // namespace mm
 }  // namespace frt

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The mat-mul of mm.cuh for Q4_1 weights.
+// The mat-muls of mm.cuh for Q4_1 weights.
 #include "mm.cuh"
 
 namespace frt {
 namespace mm {
 
-cudaError_t mm_q4_1(const frt_mm_args & args, frt_launch how, int tokens) { return mm_typed<Q4_1>(args, how, tokens); }
+const Launchers mm_q4_1 = launchers_of<Q4_1>();
 
 }  // namespace mm
 }  // namespace frt
