@@ -26,11 +26,13 @@ const MATRIX: &str = "87;90a;110a";
 /// Text for Orin, which the driver of any newer GPU compiles: its results can be checked where no Orin is.
 const ORIN_TEXT: &str = "87-virtual";
 
-const SCRIPTS: [(&str, &str); 6] = [
+const SCRIPTS: [(&str, &str); 8] = [
     ("run/env.sh", include_str!("../bundle/env.sh")),
     ("run/text.sh", include_str!("../bundle/text.sh")),
     ("run/bench.sh", include_str!("../bundle/bench.sh")),
     ("run/backend-ops.sh", include_str!("../bundle/backend-ops.sh")),
+    ("run/cases.sh", include_str!("../bundle/cases.sh")),
+    ("run/cases.py", include_str!("../../bench/run_cases.py")),
     ("run/gpu-tests.sh", include_str!("../bundle/gpu-tests.sh")),
     ("README.md", include_str!("../bundle/README.md")),
 ];
