@@ -6,7 +6,7 @@ use super::{
     Resources, Window,
 };
 use crate::graph::Op;
-use crate::kernel::NormArgs;
+use crate::kernel::{NormArgs, H16};
 use std::sync::LazyLock;
 
 static STEPS: &[Step] = &[
@@ -92,6 +92,7 @@ pub(super) fn norm_calls(m: &Match, r: &Resources) -> Vec<KernelCall> {
         },
         z_stride: row_stride(z),
         zq: q8_or_none(r.output_q8),
+        zh: H16::NONE,
         n_rows: h.ne()[1] as i32,
         n_cols: h.ne()[0] as i32,
         eps1,
