@@ -1,4 +1,5 @@
-//! The dequantisers of the oracles against ggml's own, on random bytes. Needs llama.cpp's libraries (`cargo xtask host --backend cpu`).
+//! The dequantisers of the oracles against ggml's own, on random bytes. Needs llama.cpp's libraries (`cargo xtask host --backend
+//! cpu`).
 #![cfg(feature = "host")]
 
 use ggml_flashrt::host::host_dir;
