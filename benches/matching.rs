@@ -5,6 +5,7 @@ use ggml_flashrt::graph::OwnedGraph;
 use ggml_flashrt::window::engine::Engine;
 use ggml_flashrt::window::match_graph;
 use ggml_flashrt::window::settings::Settings;
+use ggml_flashrt::window::thresholds::Thresholds;
 
 #[path = "../tests/support/mod.rs"]
 mod support;
@@ -22,11 +23,19 @@ fn matching(c: &mut Criterion) {
         let mut group = c.benchmark_group(format!("{family:?}"));
         group.throughput(Throughput::Elements(record.nodes.len() as u64));
         group.bench_function("match", |b| {
-            b.iter(|| match_graph(graph.graph(), graph.host(), |_| true).sites.len())
+            b.iter(|| {
+                match_graph(graph.graph(), graph.host(), Thresholds::default(), |_| true)
+                    .sites
+                    .len()
+            })
         });
         let served = OwnedGraph::new(&on_an_rpc_server(record.clone())).expect("the same");
         group.bench_function("match without weights buffers", |b| {
-            b.iter(|| match_graph(served.graph(), served.host(), |_| true).sites.len())
+            b.iter(|| {
+                match_graph(served.graph(), served.host(), Thresholds::default(), |_| true)
+                    .sites
+                    .len()
+            })
         });
 
         // Scratch addresses only: nothing is launched.

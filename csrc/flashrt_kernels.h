@@ -34,8 +34,9 @@ typedef struct frt_h16 {
     void *  x;      // f16 [k / 64][n_tokens rounded up to 8][64], k % 64 == 0, on 128 bytes. Of each 64 values, the piece of 16 bytes
                     // c < 8 lies at c ^ (token % 8) and holds, for q = 0 .. 3, the values 16 q + 2 c and 16 q + 2 c + 1. Rows behind
                     // n_tokens are not written
-    float * scale;  // [n_tokens]: the value is scale * x. 1 for a row of zeros; a row with Inf or NaN has them in x, and scale 1
-} frt_h16;
+    float * scale;  // [n_tokens]: the value is scale * x. At least 2^-113, so that rows below 2^-100 lie lower than said above. 1 for a
+                    // row of zeros; a row with Inf or NaN has them in x, and scale 1
+} frt_h16;          // null pointers: no hand-off
 
 #define FRT_MAX_TOKENS 8  // rows of activations a mat-vec takes at most
 
@@ -43,7 +44,7 @@ typedef struct frt_h16 {
 // w1 != null (SANDWICH_NORM): y = x + rms_norm(h, eps1) * w1;  z = rms_norm(y, eps2) * w2
 // w1 == null (ADD_NORM):      y = x + h;                       z = rms_norm(y, eps2) * w2
 // One row per token. Each block reads its rows of h and x whole before it writes y or z, so y and z may lie exactly over h or x
-// (and must not overlap each other). y may be null when nobody reads it, z when only zq is wanted.
+// (and must not overlap each other). y may be null when nobody reads it, z when only zq or zh is wanted.
 typedef struct frt_norm_args {
     const float * h;  int64_t h_stride;
     const float * x;  int64_t x_stride;
@@ -52,6 +53,7 @@ typedef struct frt_norm_args {
     float * y;        int64_t y_stride;
     float * z;        int64_t z_stride;
     frt_q8  zq;
+    frt_h16 zh;       // n_cols % 64 == 0
     int32_t n_rows, n_cols;
     float   eps1, eps2;
 } frt_norm_args;

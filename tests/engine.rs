@@ -7,8 +7,8 @@ use ggml_flashrt::graph::dump::GraphRecord;
 use ggml_flashrt::graph::{GraphRef, HostView, OwnedGraph, FLAG_INPUT};
 use ggml_flashrt::window::engine::{Engine, EvalStatus};
 use ggml_flashrt::window::settings::Settings;
-use ggml_flashrt::window::WINDOWS;
-use support::machine::{difference, run_stock, run_with, FakeDevice, Memory};
+use ggml_flashrt::window::{KernelCall, WINDOWS};
+use support::machine::{difference, run_stock, run_with, FakeDevice, Memory, FROM_MANY, MANY_TOKENS};
 use support::model::{model, on_an_rpc_server, Family, Shape};
 
 struct Bench {
@@ -23,7 +23,12 @@ fn bench_with(record: GraphRecord, vars: &[(&str, &str)], change: impl FnOnce(&m
     let memory = Memory::for_graph(&record, 5);
     let mut device = FakeDevice::new(memory.clone());
     change(&mut device);
-    let settings = Settings::from_vars(vars.iter().map(|(k, v)| (k.to_string(), v.to_string())));
+    let mut settings = Settings::from_vars(vars.iter().map(|(k, v)| (k.to_string(), v.to_string())));
+    settings.thresholds = FROM_MANY;
+    bench_of(record, memory, device, settings)
+}
+
+fn bench_of(record: GraphRecord, memory: Memory, device: FakeDevice, settings: Settings) -> Bench {
     let engine = Engine::new(settings, Box::new(device.clone()));
     Bench {
         owned: OwnedGraph::new(&record).unwrap(),
@@ -43,6 +48,20 @@ fn bench() -> Bench {
         &[],
         |_| {},
     )
+}
+
+/// A prompt instead of a few tokens.
+fn prefill(family: Family) -> GraphRecord {
+    model(Shape {
+        n_tokens: MANY_TOKENS,
+        n_kv: 24,
+        n_layers: 2,
+        ..Shape::tiny(family)
+    })
+}
+
+fn prefill_bench(vars: &[(&str, &str)]) -> Bench {
+    bench_with(prefill(Family::Llama), vars, |_| {})
 }
 
 fn windows_of(bench: &Bench) -> Vec<&'static str> {
@@ -67,17 +86,19 @@ fn evaluate(bench: &Bench) -> usize {
 
 #[test]
 fn each_switch_removes_its_window_alone_and_results_stay() {
-    let record = model(Shape {
+    let decode = model(Shape {
         n_tokens: 2,
         ..Shape::tiny(Family::Gemma3)
     });
-    let all = bench_with(record.clone(), &[], |_| {});
-    evaluate(&all);
-    for name in windows_of(&all) {
-        let switch = WINDOWS.iter().find(|w| w.name == name).unwrap().switch;
-        let one_off = bench_with(record.clone(), &[(switch, "1")], |_| {});
-        evaluate(&one_off);
-        assert!(!windows_of(&one_off).contains(&name), "{switch} had no effect");
+    for record in [decode, prefill(Family::Gemma3), prefill(Family::Qwen2)] {
+        let all = bench_with(record.clone(), &[], |_| {});
+        evaluate(&all);
+        for name in windows_of(&all) {
+            let switch = WINDOWS.iter().find(|w| w.name == name).unwrap().switch;
+            let one_off = bench_with(record.clone(), &[(switch, "1")], |_| {});
+            evaluate(&one_off);
+            assert!(!windows_of(&one_off).contains(&name), "{switch} had no effect");
+        }
     }
 }
 
@@ -244,27 +265,228 @@ fn a_first_launch_that_fails_falls_back_and_switches_its_window_off() {
 /// failed. Never a wrong result reported as right.
 #[test]
 fn no_failed_launch_goes_unnoticed() {
-    let count = {
-        let b = bench();
-        evaluate(&b);
-        let launches = b.device.launches.lock().unwrap().len();
-        launches
-    };
-    let mut failed = 0;
-    for launch in 0..count {
-        let b = bench();
-        *b.device.failing.lock().unwrap() = Some(launch);
-        let run = run_with(&b.engine, &b.device, &b.owned, &b.record);
-        if run.status == EvalStatus::Failed {
-            failed += 1;
-            // The next evaluation works: the window is off.
+    for make in [bench, || prefill_bench(&[])] {
+        let count = {
+            let b = make();
             evaluate(&b);
-        } else {
-            let stock = run_stock(&b.record, &b.memory);
-            assert_eq!(difference(&b.record, &stock, &run.memory), None, "launch {launch}");
+            let launches = b.device.launches.lock().unwrap().len();
+            launches
+        };
+        let mut failed = 0;
+        for launch in 0..count {
+            let b = make();
+            *b.device.failing.lock().unwrap() = Some(launch);
+            let run = run_with(&b.engine, &b.device, &b.owned, &b.record);
+            if run.status == EvalStatus::Failed {
+                failed += 1;
+                // The next evaluation works: the window is off.
+                evaluate(&b);
+            } else {
+                let stock = run_stock(&b.record, &b.memory);
+                assert_eq!(difference(&b.record, &stock, &run.memory), None, "launch {launch}");
+            }
+        }
+        assert!(failed > 0 && failed < count, "{failed} of {count}");
+    }
+}
+
+/// What was launched, in order: `n` for a norm, `N` for one that leaves f16 too, `c` for a conversion, `m` for a product.
+fn launches(b: &Bench) -> String {
+    let calls = b.device.launches.lock().unwrap();
+    let name = |call: &KernelCall| match call {
+        KernelCall::Norm(a) if a.zh.x.is_null() => 'n',
+        KernelCall::Norm(_) => 'N',
+        KernelCall::ToH16(_) => 'c',
+        KernelCall::Mm(_) => 'm',
+        _ => '?',
+    };
+    calls.iter().map(name).collect()
+}
+
+#[test]
+fn the_first_reader_converts_what_no_norm_hands_over() {
+    let b = prefill_bench(&[]);
+    evaluate(&b);
+    // Q, V and K of stock's norm; attention's result; norm, gate and up; their unit's result. Then all but the first norm are ours.
+    let layer = ["cmmm", "cm", "Nm", "cm"].concat();
+    assert_eq!(launches(&b), format!("{layer}N{}Nm", &layer[1..]));
+    // A norm whose readers all take f16 writes no f32.
+    for call in b.device.launches.lock().unwrap().iter() {
+        if let KernelCall::Norm(a) = call {
+            assert!(a.z.is_null());
         }
     }
-    assert!(failed > 0 && failed < count, "{failed} of {count}");
+    // The next evaluation makes them anew.
+    let first = launches(&b);
+    evaluate(&b);
+    assert_eq!(launches(&b), first.repeat(2));
+}
+
+#[test]
+fn without_its_norm_each_input_is_converted_once() {
+    let b = prefill_bench(&[("GGML_FLASHRT_NO_ADD_NORM", "1")]);
+    evaluate(&b);
+    // The additions are now the products'.
+    let layer = ["cmmm", "cm", "cm", "cm"].concat();
+    assert_eq!(launches(&b), format!("{layer}{layer}cm"));
+}
+
+#[test]
+fn a_reader_that_is_off_keeps_the_f32_form() {
+    let b = prefill_bench(&[("GGML_FLASHRT_NO_MM_PREFILL", "1")]);
+    evaluate(&b);
+    // Norms before gate and up hand over; those before Q, K and V have no reader of ours.
+    assert_eq!(launches(&b), "NmnNmn");
+    let handed_over: Vec<bool> = b
+        .device
+        .launches
+        .lock()
+        .unwrap()
+        .iter()
+        .filter_map(|call| match call {
+            KernelCall::Norm(a) => Some(a.z.is_null()),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(handed_over, [true, false, true, false]);
+}
+
+/// The norm's launch fails: stock's norm writes f32, and the reader makes of it what it needs.
+#[test]
+fn a_norm_that_did_not_fire_is_made_up_for() {
+    let b = prefill_bench(&[]);
+    evaluate(&b);
+    let norm = launches(&b).find('N').unwrap();
+    let b = prefill_bench(&[]);
+    *b.device.failing.lock().unwrap() = Some(norm);
+    evaluate(&b);
+    assert_eq!(launches(&b)[norm..norm + 2], *"cm");
+}
+
+/// In a graph with concurrent regions nodes may change order until they run: each product converts for itself, and within a
+/// branch, where memory is not ours alone, stock does.
+#[test]
+fn concurrent_regions_share_no_hand_offs() {
+    let mut record = prefill(Family::Llama);
+    let id = |r: &GraphRecord, name: &str| r.tensors.iter().position(|t| t.name == name).unwrap();
+    for (name, branch) in [("Qcur-0", 1), ("Vcur-0", 2), ("Kcur-0", 3)] {
+        let id = id(&record, name);
+        record.tensors[id].region = 16 + branch;
+    }
+    let (fork, join) = (id(&record, "attn_norm-0"), id(&record, "attn-0"));
+    record.tensors[fork].region = 1;
+    record.tensors[join].region = 2;
+    let b = bench_with(record, &[], |_| {});
+    evaluate(&b);
+    // Layer 0: attention's output, gate and up, down. Layer 1 also Q, V and K. Then the output matrix.
+    assert_eq!(launches(&b), ["cmncmcm", "ncmcmcm", "cmncmcm", "ncm"].concat());
+    let mm = WINDOWS.iter().position(|w| w.name == "MM_PREFILL").unwrap();
+    assert_eq!(b.engine.stats().windows[mm].declined["concurrent region"], 3);
+}
+
+fn limited(limit: usize) -> Bench {
+    let record = prefill(Family::Llama);
+    let memory = Memory::for_graph(&record, 5);
+    let device = FakeDevice::new(memory.clone());
+    let settings = Settings {
+        thresholds: FROM_MANY,
+        scratch_limit: limit,
+        ..Settings::from_vars([])
+    };
+    bench_of(record, memory, device, settings)
+}
+
+/// A limit takes the sites with the largest inputs, in all layers alike, and the arena stays below it.
+#[test]
+fn a_scratch_limit_declines_what_does_not_fit() {
+    let declined = |b: &Bench, window: &str| {
+        let index = WINDOWS.iter().position(|w| w.name == window).unwrap();
+        let declined = &b.engine.stats().windows[index].declined;
+        declined.get("scratch limit").copied().unwrap_or(0)
+    };
+    // Tickets take 64 KiB of half the limit. Attention's output and down projections read 128 values a token, the
+    // others 64.
+    let kib = |n: usize| n << 10;
+    for (rest, products, units, launched) in [
+        (kib(4), 0, 0, "cmmmcmNmcmNmmmcmNmcmNm"),
+        (kib(2), 4, 0, "cmmmNmNmmmNmNm"),
+        (0, 11, 2, "nnnn"),
+    ] {
+        let b = limited(2 * (kib(64) + rest));
+        evaluate(&b);
+        assert_eq!(launches(&b), launched, "{rest}");
+        assert_eq!(
+            (declined(&b, "MM_PREFILL"), declined(&b, "GEGLU_FFN")),
+            (products, units),
+            "{rest}"
+        );
+        let held = b.engine.stats().scratch_bytes as usize;
+        assert!(held <= 2 * (kib(64) + rest), "{held}");
+        assert_eq!(held > 0, rest > 0);
+    }
+    let b = limited(0);
+    evaluate(&b);
+    assert_eq!((launches(&b), b.engine.stats().scratch_bytes), ("nnnn".to_owned(), 0));
+}
+
+#[test]
+fn the_memory_that_is_held_is_reported_until_its_context_goes() {
+    let b = prefill_bench(&[]);
+    evaluate(&b);
+    let held = b.engine.footprint(b.owned.host().context()).1 as u64;
+    assert!(held > 0 && b.engine.stats().scratch_bytes == held);
+    let json: serde_json::Value = serde_json::from_str(&b.engine.stats_json()).unwrap();
+    assert_eq!(json["scratch_bytes"], held);
+    assert!(b.engine.stats().to_table().contains("1.0 MiB of scratch"));
+    b.engine.context_free(b.owned.host().context());
+    assert_eq!(b.engine.stats().scratch_bytes, 0);
+}
+
+/// A decode plan's 8-bit hand-offs are a convenience: without memory for them the mat-vecs quantise for themselves.
+#[test]
+fn mat_vecs_do_without_hand_offs() {
+    let record = model(Shape {
+        n_tokens: 2,
+        ..Shape::tiny(Family::Llama)
+    });
+    let memory = Memory::for_graph(&record, 5);
+    let device = FakeDevice::new(memory.clone());
+    let settings = Settings {
+        scratch_limit: 0,
+        ..Settings::from_vars([])
+    };
+    let b = bench_of(record, memory, device, settings);
+    evaluate(&b);
+    let names = windows_of(&b);
+    assert!(names.contains(&"GLU_GEMV") && names.contains(&"GEMV_RES"), "{names:?}");
+    assert!(
+        !names.contains(&"QKV_GEMV"),
+        "its mat-vecs leave their results in scratch"
+    );
+}
+
+/// B22: weights of the same shape at another address, in a graph without a uid.
+#[test]
+fn without_a_uid_other_weights_are_another_plan() {
+    let mut record = prefill(Family::Llama);
+    record.uid = 0;
+    let b = bench_with(record.clone(), &[], |_| {});
+    evaluate(&b);
+    let id = |name: &str| record.tensors.iter().position(|t| t.name == name).unwrap();
+    let (k, v) = (id("Kcur-1.weight"), id("Vcur-1.weight"));
+    let data = |id: usize| std::ptr::from_ref(b.owned.tensor(id).raw()).cast_mut();
+    // SAFETY: the host, which owns the structs, changes them between two evaluations.
+    unsafe { std::mem::swap(&mut (*data(k)).data, &mut (*data(v)).data) };
+    let (k_data, v_data) = (record.tensors[k].data, record.tensors[v].data);
+    (record.tensors[k].data, record.tensors[v].data) = (v_data, k_data);
+    *b.device.memory.lock().unwrap() = b.memory.clone();
+    let run = run_with(&b.engine, &b.device, &b.owned, &record);
+    assert_eq!(
+        difference(&record, &run_stock(&record, &b.memory), &run.memory),
+        None,
+        "a stale plan was used"
+    );
+    assert_eq!(b.engine.stats().plans, 2);
 }
 
 /// The host may put the nodes of a concurrent region into another order after the plan was made.

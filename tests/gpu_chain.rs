@@ -6,7 +6,7 @@ mod gpu;
 
 use ggml_flashrt::kernel::cudart::Buffer;
 use ggml_flashrt::kernel::{
-    gemv, norm, qkv_tail, self_check, GemvArgs, GemvSeg, Glu, NormArgs, QkvPart, QkvTailArgs, Rope, RopeMode, Q8,
+    gemv, norm, qkv_tail, self_check, GemvArgs, GemvSeg, Glu, NormArgs, QkvPart, QkvTailArgs, Rope, RopeMode, H16, Q8,
 };
 use ggml_flashrt::reference::quant::DType;
 use ggml_flashrt::reference::sample::Sample;
@@ -148,6 +148,7 @@ impl Model {
             z,
             z_stride: stride,
             zq: zq.raw(),
+            zh: H16::NONE,
             n_rows: N_TOKENS as i32,
             n_cols: N_EMBD as i32,
             eps1: 1e-6,

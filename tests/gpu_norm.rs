@@ -1,13 +1,13 @@
-//! frt_norm on a GPU: both forms against the oracle, layouts, aliases, q8 blocks.
+//! frt_norm on a GPU: both forms against the oracle, layouts, aliases, q8 blocks and f16 rows.
 
 mod gpu;
 
-use ggml_flashrt::kernel::{norm, CudaError, NormArgs, Q8};
+use ggml_flashrt::kernel::{norm, CudaError, NormArgs, H16, Q8};
 use ggml_flashrt::reference::add_norm::{add_norm, SumAndNorm};
 use ggml_flashrt::reference::sample::Sample;
 use ggml_flashrt::reference::sandwich_norm::sandwich_norm;
 use ggml_flashrt::reference::Bounded;
-use gpu::{bytes, expect, strided, wide, Gpu, Q8Output};
+use gpu::{bytes, expect, strided, wide, Gpu, H16Output, Q8Output};
 
 /// Rows that y and z lie over.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -57,6 +57,7 @@ impl Case {
             Over::HandX => (y.raw(), z.raw()),
         };
         let zq = (n_cols % 32 == 0).then(|| Q8Output::new(gpu, n_rows, n_cols));
+        let zh = (n_cols % 64 == 0).then(|| H16Output::new(gpu, n_rows, n_cols));
         let args = NormArgs {
             h: h_ptr,
             h_stride: stride as i64,
@@ -69,6 +70,7 @@ impl Case {
             z: z.raw(),
             z_stride: stride as i64,
             zq: zq.as_ref().map_or(Q8::NONE, Q8Output::raw),
+            zh: zh.as_ref().map_or(H16::NONE, H16Output::raw),
             n_rows: n_rows as i32,
             n_cols: n_cols as i32,
             eps1,
@@ -97,6 +99,7 @@ impl Case {
                 norm(
                     &NormArgs {
                         z: std::ptr::null_mut(),
+                        zh: H16::NONE,
                         ..args
                     },
                     gpu.launch(pdl),
@@ -108,6 +111,20 @@ impl Case {
                     bytes(&got_y),
                     "{case}: y again"
                 );
+            }
+        }
+        if let Some(zh) = zh {
+            zh.expect(&gpu.stream, &got_z, &case);
+            if over == Over::Nothing {
+                zh.reset(&gpu.stream);
+                let alone = NormArgs {
+                    y: std::ptr::null_mut(),
+                    z: std::ptr::null_mut(),
+                    zq: Q8::NONE,
+                    ..args
+                };
+                norm(&alone, gpu.launch(pdl)).unwrap();
+                zh.expect(&gpu.stream, &got_z, &format!("{case}, f16 alone"));
             }
         }
     }
@@ -168,6 +185,58 @@ fn odd_shapes_and_strides() {
     }
 }
 
+/// Rows whose f16 form is a matter of its own: all zeros, no magnitude, huge and tiny ones, and more rows than go into eight.
+#[test]
+fn rows_of_every_magnitude_as_f16() {
+    let Some(gpu) = Gpu::open() else { return };
+    const N: usize = 128;
+    let scales = [
+        0.0,
+        1.0,
+        1e-38,
+        3e18,
+        1e-20,
+        f32::NAN,
+        7.0,
+        1e-3,
+        65504.0,
+        2f32.powi(-60),
+        5.0,
+    ];
+    let mut sample = Sample::new(31);
+    // The weight makes the magnitude: the norm itself takes it away.
+    for scale in scales {
+        let h: Vec<f32> = sample.values(N * scales.len(), 1.0);
+        let zeros = vec![0f32; N * scales.len()];
+        let mut w = sample.values(N, 1.0);
+        w.iter_mut().for_each(|w| *w *= scale);
+        let (h_dev, x_dev, w_dev) = (gpu.input(&h), gpu.input(&zeros), gpu.input(&w));
+        let z = gpu.output::<f32>(h.len());
+        let zh = H16Output::new(&gpu, scales.len(), N);
+        let args = NormArgs {
+            h: h_dev.raw(),
+            h_stride: N as i64,
+            x: x_dev.raw(),
+            x_stride: N as i64,
+            w1: std::ptr::null(),
+            w2: w_dev.raw(),
+            y: std::ptr::null_mut(),
+            y_stride: 0,
+            z: z.raw(),
+            z_stride: N as i64,
+            zq: Q8::NONE,
+            zh: zh.raw(),
+            n_rows: scales.len() as i32,
+            n_cols: N as i32,
+            eps1: 0.0,
+            eps2: 1e-6,
+        };
+        norm(&args, gpu.launch(true)).unwrap();
+        let got_z = z.read(&gpu.stream);
+        zh.expect(&gpu.stream, &got_z, &format!("scale {scale:e}"));
+    }
+}
+
 #[test]
 fn what_it_cannot_do_is_refused() {
     let Some(gpu) = Gpu::open() else { return };
@@ -184,12 +253,13 @@ fn what_it_cannot_do_is_refused() {
         z: row.raw(),
         z_stride: 0,
         zq: Q8::NONE,
+        zh: H16::NONE,
         n_rows: 1,
         n_cols,
         eps1: 0.0,
         eps2: 0.0,
     };
-    let blocks = Q8Output::new(&gpu, 1, 64);
+    let (blocks, rows) = (Q8Output::new(&gpu, 1, 64), H16Output::new(&gpu, 1, 64));
     for (what, args) in [
         ("a row that is too long", args(16385)),
         ("an empty row", args(0)),
@@ -199,6 +269,13 @@ fn what_it_cannot_do_is_refused() {
             NormArgs {
                 z: std::ptr::null_mut(),
                 ..args(64)
+            },
+        ),
+        (
+            "no whole f16 pieces",
+            NormArgs {
+                zh: rows.raw(),
+                ..args(96)
             },
         ),
         (

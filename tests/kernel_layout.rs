@@ -5,7 +5,9 @@ use std::mem::{offset_of, size_of};
 use std::path::Path;
 use std::process::Command;
 
-use ggml_flashrt::kernel::{DecAttnArgs, GemvArgs, GemvSeg, Launch, NormArgs, QkvPart, QkvTailArgs, Rope, Q8};
+use ggml_flashrt::kernel::{
+    DecAttnArgs, GemvArgs, GemvSeg, H16Args, Launch, MmArgs, NormArgs, QkvPart, QkvTailArgs, Rope, H16, Q8,
+};
 
 /// Adds size and offsets of a mirror under their C expressions. `field = c_name` where the names differ.
 macro_rules! layout {
@@ -25,6 +27,7 @@ fn mirrors_match_the_header() {
     let mut mirrors = BTreeMap::new();
     layout!(mirrors, Launch, "frt_launch", stream, pdl, sm_count, cc);
     layout!(mirrors, Q8, "frt_q8", qs, ds);
+    layout!(mirrors, H16, "frt_h16", x, scale);
     layout!(
         mirrors,
         NormArgs,
@@ -40,6 +43,7 @@ fn mirrors_match_the_header() {
         z,
         z_stride,
         zq,
+        zh,
         n_rows,
         n_cols,
         eps1,
@@ -139,6 +143,27 @@ fn mirrors_match_the_header() {
         scale,
         softcap
     );
+
+    layout!(
+        mirrors,
+        MmArgs,
+        "frt_mm_args",
+        ty = "type",
+        glu,
+        w,
+        w2,
+        row_bytes,
+        n_rows,
+        k,
+        n_tokens,
+        x,
+        dst,
+        dst_stride,
+        bias,
+        res,
+        res_stride
+    );
+    layout!(mirrors, H16Args, "frt_h16_args", x, x_stride, y, k, n_tokens);
 
     let c = c_layout(mirrors.keys());
     assert_eq!(mirrors, c);

@@ -5,11 +5,13 @@ mod support;
 
 use ggml_flashrt::graph::dump::GraphRecord;
 use ggml_flashrt::graph::{BufferKind, DType, Op, OwnedGraph, FLAG_COMPUTE, FLAG_OUTPUT};
-use ggml_flashrt::kernel::QkvPart;
+use ggml_flashrt::kernel::{QkvPart, H16};
 use ggml_flashrt::window::engine::Engine;
 use ggml_flashrt::window::{match_graph, KernelCall};
 use std::panic::{catch_unwind, AssertUnwindSafe};
-use support::machine::{all_on, difference, extent, run_fused, run_stock, run_with, FakeDevice, Memory};
+use support::machine::{
+    all_on, difference, extent, run_fused, run_stock, run_with, FakeDevice, Memory, FROM_MANY, MANY_TOKENS,
+};
 use support::model::{model, Family, Shape};
 
 /// A graph with one thing changed.
@@ -367,7 +369,7 @@ fn mutants(base: &GraphRecord) -> Vec<Mutant> {
 /// Does any window that fires on the record touch this tensor: read or write it, or stand for it?
 fn touches(record: &GraphRecord, tensor: usize, as_a_step: bool) -> bool {
     let graph = OwnedGraph::new(record).unwrap();
-    let matched = match_graph(graph.graph(), graph.host(), |_| true);
+    let matched = match_graph(graph.graph(), graph.host(), FROM_MANY, |_| true);
     let t = graph.tensor(tensor);
     matched.sites.iter().any(|s| {
         if as_a_step {
@@ -402,6 +404,7 @@ fn verdict(base_sites: usize, mutant: &Mutant, memory: &Memory) -> Result<bool, 
 fn check_family(family: Family, n_tokens: i64) {
     let base = model(Shape {
         n_tokens,
+        n_kv: 16,
         ..Shape::tiny(family)
     });
     let memory = Memory::for_graph(&base, 3);
@@ -452,16 +455,106 @@ fn gemma3_mutants() {
     check_family(Family::Gemma3, 2);
 }
 
-/// The comparison above must notice a kernel that does the wrong thing.
+#[test]
+fn llama_prefill_mutants() {
+    check_family(Family::Llama, MANY_TOKENS);
+}
+
+/// Biases.
+#[test]
+fn qwen2_prefill_mutants() {
+    check_family(Family::Qwen2, MANY_TOKENS);
+}
+
+/// What makes a kernel do the wrong thing.
+type Tamper = fn(&mut KernelCall);
+
+/// Faults that the comparison above does not notice.
+fn unnoticed(base: &GraphRecord, faults: &[(&'static str, Tamper)]) -> Vec<&'static str> {
+    let memory = Memory::for_graph(base, 3);
+    let stock = run_stock(base, &memory);
+    let is_unnoticed = |tamper: Tamper| {
+        let device = FakeDevice {
+            tamper,
+            ..FakeDevice::new(memory.clone())
+        };
+        let engine = Engine::new(all_on(), Box::new(device.clone()));
+        let owned = OwnedGraph::new(base).unwrap();
+        let run = catch_unwind(AssertUnwindSafe(|| run_with(&engine, &device, &owned, base)));
+        run.is_ok_and(|run| difference(base, &stock, &run.memory).is_none())
+    };
+    assert!(is_unnoticed(|_| {}), "the graph itself is wrong");
+    let found = faults.iter().filter(|(_, tamper)| is_unnoticed(*tamper));
+    found.map(|(what, _)| *what).collect()
+}
+
+#[test]
+fn faults_in_mat_muls_are_noticed() {
+    let base = model(Shape {
+        n_tokens: MANY_TOKENS,
+        n_kv: 16,
+        ..Shape::tiny(Family::Qwen2)
+    });
+    let faults: [(&str, Tamper); 9] = [
+        ("a row lost", |c| {
+            if let KernelCall::Mm(a) = c {
+                a.n_rows -= 1;
+            }
+        }),
+        ("a token lost", |c| {
+            if let KernelCall::Mm(a) = c {
+                a.n_tokens -= 1;
+            }
+        }),
+        ("a token not converted", |c| {
+            if let KernelCall::ToH16(a) = c {
+                a.n_tokens -= 1;
+            }
+        }),
+        ("tokens exchanged", |c| {
+            if let KernelCall::ToH16(a) = c {
+                a.x_stride = 0;
+            }
+        }),
+        ("no bias", |c| {
+            if let KernelCall::Mm(a) = c {
+                a.bias = std::ptr::null();
+            }
+        }),
+        ("gate and up exchanged", |c| {
+            if let KernelCall::Mm(a) = c {
+                if a.glu >= 0 {
+                    std::mem::swap(&mut a.w, &mut a.w2);
+                }
+            }
+        }),
+        ("another activation", |c| {
+            if let KernelCall::Mm(a) = c {
+                if a.glu >= 0 {
+                    a.glu = 0;
+                }
+            }
+        }),
+        ("rows of weights apart", |c| {
+            if let KernelCall::Mm(a) = c {
+                a.row_bytes += 34;
+            }
+        }),
+        ("a norm without its f16 form", |c| {
+            if let KernelCall::Norm(a) = c {
+                a.zh = H16::NONE;
+            }
+        }),
+    ];
+    assert_eq!(unnoticed(&base, &faults), [""; 0]);
+}
+
 #[test]
 fn planted_faults_are_noticed() {
     let base = model(Shape {
         n_tokens: 2,
         ..Shape::tiny(Family::Gemma3)
     });
-    let memory = Memory::for_graph(&base, 3);
-    let stock = run_stock(&base, &memory);
-    type Tamper = fn(&mut KernelCall);
     let faults: [(&str, Tamper); 8] = [
         ("eps of the first norm", |c| {
             if let KernelCall::Norm(a) = c {
@@ -507,15 +600,5 @@ fn planted_faults_are_noticed() {
             }
         }),
     ];
-    for (what, tamper) in faults {
-        let device = FakeDevice {
-            tamper,
-            ..FakeDevice::new(memory.clone())
-        };
-        let engine = Engine::new(all_on(), Box::new(device.clone()));
-        let owned = OwnedGraph::new(&base).unwrap();
-        let run = catch_unwind(AssertUnwindSafe(|| run_with(&engine, &device, &owned, &base)));
-        let noticed = run.map_or(true, |run| difference(&base, &stock, &run.memory).is_some());
-        assert!(noticed, "{what} went unnoticed");
-    }
+    assert_eq!(unnoticed(&base, &faults), [""; 0]);
 }

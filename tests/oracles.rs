@@ -4,8 +4,12 @@
 
 use ggml_flashrt::kernel::{Glu, RopeMode};
 use ggml_flashrt::reference::add_norm::add_norm;
+use ggml_flashrt::reference::geglu_ffn::geglu_ffn;
 use ggml_flashrt::reference::gemv_res::gemv_res;
 use ggml_flashrt::reference::glu_gemv::glu_gemv;
+use ggml_flashrt::reference::h16::{self, H16Row};
+use ggml_flashrt::reference::mm_prefill::mm_prefill;
+use ggml_flashrt::reference::mm_res::mm_res;
 use ggml_flashrt::reference::qkv_gemv::{qkv_gemv, Tail};
 use ggml_flashrt::reference::quant::{dequantize_row, DType, Matrix, Q8Row};
 use ggml_flashrt::reference::rope::Params;
@@ -204,6 +208,102 @@ fn an_offset_times_unrounded_activations_more_than_doubles_the_rounding_error() 
             "{name}: {ratio}, expected {least} to {most}"
         );
         assert!(least > 2.0, "{name}: {least}");
+    }
+}
+
+/// `w . x` as a tensor core does it: weights in f16, 16 products at a time added in f32, cut off rather than rounded.
+fn mat_mul_f16(w: &Matrix, x: &H16Row) -> Vec<f32> {
+    let cut = |v: f64| f32::from_bits((v as f32).to_bits() & !1);
+    let row = |r: usize| dequantize_row(w.dtype as i32, &w.bytes[r * w.row_bytes..], w.k).unwrap();
+    let dot = |weights: Vec<f64>| {
+        let products: Vec<f64> = weights
+            .iter()
+            .zip(&x.values)
+            .map(|(w, x)| half::f16::from_f64(*w).to_f64() * x.to_f64())
+            .collect();
+        let sum = products
+            .chunks(16)
+            .fold(0f32, |sum, step| cut(f64::from(sum) + step.iter().sum::<f64>()));
+        sum * x.scale
+    };
+    (0..w.n_rows).map(|r| dot(row(r))).collect()
+}
+
+#[test]
+fn mat_muls() {
+    const K: usize = 512;
+    const ROWS: usize = 24;
+    for dtype in ggml_flashrt::kernel::MM_WEIGHT_TYPES {
+        let mut sample = Sample::new(14);
+        let [gate, up] = [(); 2].map(|_| sample.weights(dtype, K * ROWS));
+        let row_bytes = gate.len() / ROWS;
+        let [gate, up] = [&gate, &up].map(|bytes| Matrix {
+            dtype,
+            bytes,
+            row_bytes,
+            n_rows: ROWS,
+            k: K,
+        });
+        // Rows of very different size: each has a scale of its own.
+        let rows: Vec<Vec<f32>> = [1.0, 3e4, 2e-6].map(|size| sample.values(K, size)).into();
+        let f16: Vec<H16Row> = rows.iter().map(|row| H16Row::new(row)).collect();
+        let tokens: Vec<Bounded> = f16.iter().map(|row| Bounded::exact(&row.dequantize())).collect();
+        let bias = sample.values(ROWS, 1.0);
+        let res: Vec<Vec<f32>> = rows.iter().map(|_| sample.values(ROWS, 1.0)).collect();
+
+        let want = mm_prefill(&gate, &tokens);
+        // An input that was not rounded to f16 yet has a wider bound, and the same product is within that too.
+        let from_f32 = mm_prefill(
+            &gate,
+            &rows
+                .iter()
+                .map(|r| h16::rounded(&Bounded::exact(r)))
+                .collect::<Vec<_>>(),
+        );
+        for (t, want) in want.iter().enumerate() {
+            let got = mat_mul_f16(&gate, &f16[t]);
+            accepts(&got, want);
+            accepts(&got, &from_f32[t]);
+            let mut swapped = got.clone();
+            swapped.swap(3, 4);
+            refuses("swapped rows", &swapped, want);
+            let mut short = f16[t].clone();
+            short.values[K - 32..].fill(half::f16::ZERO);
+            refuses("a lost last block", &mat_mul_f16(&gate, &short), want);
+            let mut scaled = f16[t].clone();
+            scaled.scale *= 2.0;
+            refuses("a wrong scale", &mat_mul_f16(&gate, &scaled), want);
+            refuses("another token", &mat_mul_f16(&gate, &f16[(t + 1) % 3]), want);
+        }
+        // A single activation leaves nowhere to hide: each weight is seen alone.
+        for i in [0, 17, 31, 32, 255, K - 1] {
+            let mut x = vec![0f32; K];
+            x[i] = 1.5;
+            let row = H16Row::new(&x);
+            let want = mm_prefill(&gate, &[Bounded::exact(&row.dequantize())]).remove(0);
+            let got = mat_mul_f16(&gate, &row);
+            accepts(&got, &want);
+            x.rotate_left(1);
+            refuses("the neighbour's weight", &mat_mul_f16(&gate, &H16Row::new(&x)), &want);
+        }
+
+        let res_rows: Vec<Bounded> = res.iter().map(|row| Bounded::exact(row)).collect();
+        let want = mm_res(&gate, &tokens, Some(&Bounded::exact(&bias)), Some(&res_rows));
+        let product = mat_mul_f16(&gate, &f16[0]);
+        accepts(&add_f32(&add_f32(&product, &bias), &res[0]), &want[0]);
+        refuses("a missing bias", &add_f32(&product, &res[0]), &want[0]);
+        refuses(
+            "another token's residual",
+            &add_f32(&add_f32(&product, &bias), &res[1]),
+            &want[0],
+        );
+
+        let want = geglu_ffn(Glu::Swiglu, &gate, &up, &tokens);
+        let [g, u] = [&gate, &up].map(|w| mat_mul_f16(w, &f16[0]));
+        let swiglu =
+            |g: &[f32], u: &[f32]| -> Vec<f32> { g.iter().zip(u).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect() };
+        accepts(&swiglu(&g, &u), &want[0]);
+        refuses("gate and up exchanged", &swiglu(&u, &g), &want[0]);
     }
 }
 

@@ -4,18 +4,18 @@ mod support;
 
 use ggml_flashrt::graph::dump::{GraphRecord, TensorRecord};
 use ggml_flashrt::graph::{DType, GraphBuilder, Op, OwnedGraph, TensorId, FLAG_INPUT};
-use ggml_flashrt::window::{edges, match_graph, WINDOWS};
+use ggml_flashrt::kernel::MM_WEIGHT_TYPES;
+use ggml_flashrt::window::thresholds::Thresholds;
+use ggml_flashrt::window::{edges, match_graph, Edge, Form, WINDOWS};
 use std::collections::BTreeMap;
-use support::machine::{assert_same_results, run_fused, run_stock, Memory};
+use support::machine::{assert_same_results, run_fused, run_stock, Memory, FROM_MANY, MANY_TOKENS};
 use support::model::{model, on_an_rpc_server, Family, Shape};
 
-fn sites(shape: Shape) -> (BTreeMap<&'static str, usize>, usize, usize) {
-    sites_of(&model(shape))
-}
-
-fn sites_of(record: &GraphRecord) -> (BTreeMap<&'static str, usize>, usize, usize) {
+/// Sites by window, and the hand-offs between them, without the windows in `off`.
+fn matched(record: &GraphRecord, thresholds: Thresholds, off: &[&str]) -> (BTreeMap<&'static str, usize>, Vec<Edge>) {
     let graph = OwnedGraph::new(record).unwrap();
-    let matched = match_graph(graph.graph(), graph.host(), |_| true);
+    let on = |w: usize| !off.contains(&WINDOWS[w].name);
+    let matched = match_graph(graph.graph(), graph.host(), thresholds, on);
     let mut counts = BTreeMap::new();
     for site in &matched.sites {
         *counts.entry(site.window().name).or_default() += 1;
@@ -23,8 +23,22 @@ fn sites_of(record: &GraphRecord) -> (BTreeMap<&'static str, usize>, usize, usiz
     for d in &matched.declined {
         println!("{} declines {}: {:?}", WINDOWS[d.window].name, d.node, d.decline);
     }
-    let edges = edges(&matched, graph.graph(), graph.host());
-    (counts, edges.len(), edges.iter().filter(|e| e.drop_f32).count())
+    (counts, edges(&matched, graph.graph(), graph.host()))
+}
+
+fn sites(shape: Shape) -> (BTreeMap<&'static str, usize>, usize, usize) {
+    let (counts, edges) = matched(&model(shape), Thresholds::default(), &[]);
+    let dropped = edges.iter().filter(|e| e.drop_f32).count();
+    (counts, edges.len(), dropped)
+}
+
+/// The reasons why a window left its sites.
+fn reasons(record: &GraphRecord, thresholds: Thresholds, window: &str, cc: i32) -> Vec<&'static str> {
+    let mut graph = OwnedGraph::new(record).unwrap();
+    graph.host_mut().cc = cc;
+    let matched = match_graph(graph.graph(), graph.host(), thresholds, |_| true);
+    let of_window = matched.declined.iter().filter(|d| WINDOWS[d.window].name == window);
+    of_window.map(|d| d.decline.reason).collect()
 }
 
 #[test]
@@ -187,7 +201,7 @@ fn attention_declines_what_its_kernel_does_not_compute() {
         let mut record = base.clone();
         change(&mut record.tensors[attn]);
         let graph = OwnedGraph::new(&record).unwrap();
-        let matched = match_graph(graph.graph(), graph.host(), |_| true);
+        let matched = match_graph(graph.graph(), graph.host(), Thresholds::default(), |_| true);
         assert_eq!(
             matched.sites.iter().any(|s| s.window().name == "DEC_ATTN"),
             fires,
@@ -243,7 +257,7 @@ fn a_residual_is_fused_in_either_order() {
             b.node("y", Op::Add, DType::F32, [32, n_tokens, 1, 1], &operands);
             let record = b.finish();
             let graph = OwnedGraph::new(&record).unwrap();
-            let matched = match_graph(graph.graph(), graph.host(), |_| true);
+            let matched = match_graph(graph.graph(), graph.host(), Thresholds::default(), |_| true);
             let run: Vec<_> = matched
                 .sites
                 .iter()
@@ -261,29 +275,33 @@ fn a_residual_is_fused_in_either_order() {
 #[test]
 fn leaves_that_the_graph_leaves_alone_are_as_good_as_weights() {
     for family in [Family::Llama, Family::Qwen2, Family::Qwen3, Family::Gemma3] {
-        let record = model(Shape {
+        let decode = Shape {
             n_layers: 3,
             ..Shape::small(family)
-        });
-        assert_eq!(
-            sites_of(&on_an_rpc_server(record.clone())),
-            sites_of(&record),
-            "{family:?}"
-        );
-
-        let record = on_an_rpc_server(model(Shape {
-            n_tokens: 2,
-            ..Shape::tiny(family)
-        }));
-        let memory = Memory::for_graph(&record, 7);
-        let fused = run_fused(&record, &memory);
-        assert!(!fused.taken.is_empty(), "{family:?}");
-        assert_same_results(
-            &record,
-            &run_stock(&record, &memory),
-            &fused.memory,
-            &format!("{family:?}"),
-        );
+        };
+        for record in [decode, prefill(family)].map(model) {
+            assert_eq!(
+                matched(&on_an_rpc_server(record.clone()), Thresholds::default(), &[]),
+                matched(&record, Thresholds::default(), &[]),
+                "{family:?}"
+            );
+        }
+        for n_tokens in [2, MANY_TOKENS] {
+            let record = on_an_rpc_server(model(Shape {
+                n_tokens,
+                n_kv: 24,
+                ..Shape::tiny(family)
+            }));
+            let memory = Memory::for_graph(&record, 7);
+            let fused = run_fused(&record, &memory);
+            assert!(!fused.taken.is_empty(), "{family:?}");
+            assert_same_results(
+                &record,
+                &run_stock(&record, &memory),
+                &fused.memory,
+                &format!("{family:?}, {n_tokens}"),
+            );
+        }
     }
 }
 
@@ -348,7 +366,7 @@ fn leaves_that_something_may_write_are_no_weights() {
         for (what, fires, change) in &cases {
             let record = without_weights_buffers(|b, tensors| change(b, tensors[tensor]));
             let graph = OwnedGraph::new(&record).unwrap();
-            let matched = match_graph(graph.graph(), graph.host(), |_| true);
+            let matched = match_graph(graph.graph(), graph.host(), Thresholds::default(), |_| true);
             let fired = matched.sites.iter().filter(|s| s.window().name == window).count();
             let reasons: Vec<_> = matched
                 .declined
@@ -360,4 +378,286 @@ fn leaves_that_something_may_write_are_no_weights() {
             assert_eq!((fired, reasons), expected, "{window}, {what}");
         }
     }
+}
+
+const PREFILL: i64 = 64;
+
+fn prefill(family: Family) -> Shape {
+    Shape {
+        n_layers: 3,
+        n_tokens: PREFILL,
+        n_kv: 128,
+        ..Shape::small(family)
+    }
+}
+
+/// Additions stay with the norms that follow them: their hand-off is worth more than an epilogue.
+#[test]
+fn llama_prefills_in_eight_windows_a_layer() {
+    let (counts, edges) = matched(&model(prefill(Family::Llama)), Thresholds::default(), &[]);
+    // Q, K, V, attention's output and down of each layer, and the output matrix.
+    let expected = [("ADD_NORM", 6), ("GEGLU_FFN", 3), ("MM_PREFILL", 3 * 5 + 1)];
+    assert_eq!(counts, BTreeMap::from(expected));
+    assert!(edges.iter().all(|e| e.form == Form::H16));
+    // Norms hand over to gate and up, to the next Q, K and V, and to the output matrix.
+    let (made, converted): (Vec<&Edge>, Vec<&Edge>) = edges.iter().partition(|e| e.producer.is_some());
+    assert!(made.len() == 6 && made.iter().all(|e| e.drop_f32));
+    // The first norm is stock's; then each layer's attention and each GLU.
+    assert!(converted.len() == 1 + 3 + 3 && converted.iter().all(|e| !e.drop_f32));
+    let readers: usize = edges.iter().map(|e| e.consumers.len()).sum();
+    assert_eq!(
+        readers,
+        3 + 3 * 5 + 1,
+        "each mat-mul has one input, gate and up are one"
+    );
+}
+
+#[test]
+fn without_the_norm_window_the_product_takes_the_addition() {
+    let (counts, edges) = matched(&model(prefill(Family::Llama)), Thresholds::default(), &["ADD_NORM"]);
+    let expected = [("GEGLU_FFN", 3), ("MM_PREFILL", 3 * 3 + 1), ("MM_RES", 6)];
+    assert_eq!(counts, BTreeMap::from(expected));
+    assert!(edges.iter().all(|e| e.producer.is_none() && !e.drop_f32));
+}
+
+#[test]
+fn gemma_prefills_with_sandwich_norms() {
+    let (counts, edges) = matched(&model(prefill(Family::Gemma3)), Thresholds::default(), &[]);
+    let expected = [("GEGLU_FFN", 3), ("MM_PREFILL", 3 * 5 + 1), ("SANDWICH_NORM", 6)];
+    assert_eq!(counts, BTreeMap::from(expected));
+    assert_eq!(edges.iter().filter(|e| e.drop_f32).count(), 6);
+}
+
+#[test]
+fn biases_are_part_of_the_product() {
+    let (counts, _) = matched(&model(prefill(Family::Qwen2)), Thresholds::default(), &[]);
+    assert_eq!((counts["MM_RES"], counts["MM_PREFILL"]), (9, 3 * 2 + 1));
+}
+
+#[test]
+fn prefill_takes_every_weight_type_of_its_kernel_and_no_other() {
+    for dtype in DType::ALL {
+        let shape = Shape {
+            types: [*dtype; 4],
+            ..prefill(Family::Llama)
+        };
+        let (counts, _) = matched(&model(shape), Thresholds::default(), &[]);
+        let known = MM_WEIGHT_TYPES.contains(dtype);
+        assert_eq!(counts.contains_key("GEGLU_FFN"), known, "{dtype:?}");
+        // The output matrix is Q8_0.
+        assert_eq!(counts["MM_PREFILL"], if known { 16 } else { 1 }, "{dtype:?}");
+    }
+}
+
+#[test]
+fn thresholds_decide_from_how_many_tokens_on() {
+    let count = |n_tokens: i64, thresholds: Thresholds| {
+        let shape = Shape {
+            n_tokens,
+            ..prefill(Family::Llama)
+        };
+        matched(&model(shape), thresholds, &[]).0.get("MM_PREFILL").copied()
+    };
+    assert_eq!(count(PREFILL - 1, Thresholds::default()), None);
+    assert_eq!(count(PREFILL, Thresholds::default()), Some(16));
+    assert_eq!(count(MANY_TOKENS, FROM_MANY), Some(16));
+    assert_eq!(count(MANY_TOKENS - 1, FROM_MANY), None, "mat-vecs come first");
+    let record = model(Shape {
+        n_tokens: PREFILL - 1,
+        ..prefill(Family::Llama)
+    });
+    let why = reasons(&record, Thresholds::default(), "MM_PREFILL", 90);
+    assert!(!why.is_empty() && why.iter().all(|r| *r == "few tokens"), "{why:?}");
+}
+
+/// The kernels are Hopper's alone.
+#[test]
+fn other_gpus_keep_stocks_mat_muls() {
+    let record = model(prefill(Family::Llama));
+    for (cc, reason) in [(80, "GPU"), (89, "GPU"), (100, "kernel"), (120, "kernel")] {
+        for window in ["MM_PREFILL", "GEGLU_FFN"] {
+            let why = reasons(&record, FROM_MANY, window, cc);
+            assert!(!why.is_empty() && why.iter().all(|r| *r == reason), "sm_{cc}: {why:?}");
+        }
+    }
+}
+
+/// Beyond everything that a small graph holds.
+const ELSEWHERE: u64 = 1 << 22;
+
+/// `y = w @ x + res`, each part as the caller wants it.
+struct Product {
+    b: GraphBuilder,
+    w: TensorId,
+    x: TensorId,
+    res: TensorId,
+    y: TensorId,
+}
+
+impl Product {
+    const ROWS: i64 = 32;
+
+    /// `x` of `k` values, `n` tokens and a batch.
+    fn new(k: i64, n: i64, batch: i64) -> Product {
+        let mut b = GraphBuilder::new();
+        let x = b.input("x", DType::F32, [k, n, batch, 1]);
+        let w = b.weight("w", DType::F16, [k, Product::ROWS, 1, 1]);
+        let ne = [Product::ROWS, n, batch, 1];
+        let from = b.input("from", DType::F32, ne);
+        let res = b.node("res", Op::Scale, DType::F32, ne, &[Some(from)]);
+        b.tensor_mut(res).params = vec![support::model::f(2.0)];
+        let mm = b.node("mm", Op::MulMat, DType::F32, ne, &[Some(w), Some(x)]);
+        let y = b.node("y", Op::Add, DType::F32, ne, &[Some(mm), Some(res)]);
+        Product { b, w, x, res, y }
+    }
+
+    /// Which windows take it; when any does, it must compute what the nodes do.
+    fn windows(self) -> Vec<&'static str> {
+        let record = self.b.finish();
+        let (counts, _) = matched(&record, FROM_MANY, &[]);
+        let memory = Memory::for_graph(&record, 3);
+        let (stock, fused) = (run_stock(&record, &memory), run_fused(&record, &memory));
+        assert_same_results(&record, &stock, &fused.memory, "product");
+        counts.into_keys().collect()
+    }
+}
+
+#[test]
+fn a_product_takes_its_residual() {
+    assert_eq!(Product::new(64, 6, 1).windows(), ["MM_RES"]);
+    assert_eq!(Product::new(192, 9, 1).windows(), ["MM_RES"]);
+}
+
+/// Tokens of a batch are tokens, and count as such.
+#[test]
+fn a_batch_is_more_tokens() {
+    assert_eq!(Product::new(64, 3, 2).windows(), ["MM_RES"]);
+    assert_eq!(Product::new(64, 1, 6).windows(), ["MM_RES"]);
+    assert_eq!(Product::new(64, 2, 2).windows(), [""; 0], "four of them are too few");
+}
+
+#[test]
+fn rows_that_are_padded_are_read_where_they_lie() {
+    for part in ["x", "res", "y"] {
+        let mut p = Product::new(64, 6, 1);
+        let id = match part {
+            "x" => p.x,
+            "res" => p.res,
+            _ => p.y,
+        };
+        let t = p.b.tensor_mut(id);
+        t.nb[1] += 32;
+        (t.nb[2], t.nb[3]) = (t.nb[1] * 6, t.nb[1] * 6);
+        t.data = ELSEWHERE;
+        assert_eq!(p.windows(), ["MM_RES"], "{part}");
+    }
+}
+
+#[test]
+fn what_the_kernel_cannot_read_is_left() {
+    // No whole pieces of 64 values.
+    assert_eq!(Product::new(96, 6, 1).windows(), [""; 0]);
+    // A batch whose parts lie apart.
+    let mut p = Product::new(64, 3, 2);
+    let t = p.b.tensor_mut(p.x);
+    t.nb[2] += 64;
+    t.nb[3] = 2 * t.nb[2];
+    t.data = ELSEWHERE;
+    assert_eq!(p.windows(), [""; 0]);
+    // Rows of weights apart.
+    let mut p = Product::new(64, 6, 1);
+    let t = p.b.tensor_mut(p.w);
+    t.nb[1] += 64;
+    (t.nb[2], t.nb[3]) = (t.nb[1] * 32, t.nb[1] * 32);
+    t.data = ELSEWHERE;
+    assert_eq!(p.windows(), [""; 0]);
+}
+
+/// B03: the output over an input.
+#[test]
+fn the_output_may_lie_over_the_input_and_exactly_over_the_residual() {
+    for (over, offset, windows) in [
+        ("res", 0, &["MM_RES"][..]),
+        // The product alone is written elsewhere.
+        ("res", 64, &["MM_PREFILL"]),
+        ("x", 0, &["MM_RES"]),
+        ("x", 128, &["MM_RES"]),
+    ] {
+        let mut p = Product::new(64, 6, 1);
+        let onto = if over == "res" { p.res } else { p.x };
+        let address = p.b.tensor_mut(onto).data + offset;
+        p.b.tensor_mut(p.y).data = address;
+        assert_eq!(p.windows(), windows, "{over} + {offset}");
+    }
+}
+
+/// A residual that is a leaf could be taken for a bias, and a bias for a residual: shapes tell them apart.
+#[test]
+fn a_bias_alone_is_a_bias() {
+    for n_tokens in [5, 8] {
+        let mut b = GraphBuilder::new();
+        let x = b.input("x", DType::F32, [64, n_tokens, 1, 1]);
+        let w = b.weight("w", DType::Q8_0, [64, 32, 1, 1]);
+        let bias = b.weight("bias", DType::F32, [32, 1, 1, 1]);
+        let res = b.input("res", DType::F32, [32, n_tokens, 1, 1]);
+        let ne = [32, n_tokens, 1, 1];
+        let mm = b.node("mm", Op::MulMat, DType::F32, ne, &[Some(w), Some(x)]);
+        let y = b.node("y", Op::Add, DType::F32, ne, &[Some(mm), Some(bias)]);
+        let mm2 = b.node("mm2", Op::MulMat, DType::F32, ne, &[Some(w), Some(x)]);
+        b.node("y2", Op::Add, DType::F32, ne, &[Some(mm2), Some(res)]);
+        b.tensor_mut(y).flags |= ggml_flashrt::graph::FLAG_OUTPUT;
+        let record = b.finish();
+        let (counts, edges) = matched(&record, FROM_MANY, &[]);
+        assert_eq!(counts, BTreeMap::from([("MM_RES", 2)]));
+        assert_eq!(edges.len(), 1, "one input, one conversion");
+        let memory = Memory::for_graph(&record, 3);
+        let (stock, fused) = (run_stock(&record, &memory), run_fused(&record, &memory));
+        assert_same_results(&record, &stock, &fused.memory, "bias");
+    }
+}
+
+#[test]
+fn fused_prefills_compute_what_the_nodes_do() {
+    for family in [Family::Llama, Family::Qwen2, Family::Qwen3, Family::Gemma3] {
+        for n_tokens in [MANY_TOKENS, 11] {
+            let record = model(Shape {
+                n_tokens,
+                n_layers: 2,
+                n_kv: 40,
+                ..Shape::tiny(family)
+            });
+            let memory = Memory::for_graph(&record, 7);
+            let stock = run_stock(&record, &memory);
+            let fused = run_fused(&record, &memory);
+            assert!(fused.taken.len() > 12, "{family:?}");
+            assert_same_results(&record, &stock, &fused.memory, &format!("{family:?} {n_tokens}"));
+        }
+    }
+}
+
+/// An operation in place between two readers of a tensor: the second reads what it left, so the hand-off of the first is stale.
+#[test]
+fn a_hand_off_ends_where_its_tensor_is_changed() {
+    let mut b = GraphBuilder::new();
+    let ne = [64, 6, 1, 1];
+    let from = b.input("from", DType::F32, ne);
+    let x = b.node("x", Op::Scale, DType::F32, ne, &[Some(from)]);
+    b.tensor_mut(x).params = vec![support::model::f(3.0)];
+    let w = b.weight("w", DType::F16, [64, 64, 1, 1]);
+    let first = b.node("first", Op::MulMat, DType::F32, ne, &[Some(w), Some(x)]);
+    let second = b.node("second", Op::MulMat, DType::F32, ne, &[Some(w), Some(x)]);
+    let halved = b.view_node("halved", Op::Scale, x, ne, 0, &[Some(x)]);
+    b.tensor_mut(halved).params = vec![support::model::f(0.5)];
+    let third = b.node("third", Op::MulMat, DType::F32, ne, &[Some(w), Some(x)]);
+    for id in [first, second, third] {
+        b.tensor_mut(id).flags |= ggml_flashrt::graph::FLAG_OUTPUT;
+    }
+    let record = b.finish();
+    let (counts, edges) = matched(&record, FROM_MANY, &[]);
+    assert_eq!(counts, BTreeMap::from([("MM_PREFILL", 3)]));
+    let readers: Vec<usize> = edges.iter().map(|e| e.consumers.len()).collect();
+    assert_eq!(readers, [2, 1]);
+    let memory = Memory::for_graph(&record, 3);
+    let (stock, fused) = (run_stock(&record, &memory), run_fused(&record, &memory));
+    assert_same_results(&record, &stock, &fused.memory, "in place");
 }

@@ -58,4 +58,13 @@ __device__ __forceinline__ void h16_store(const frt_h16 & y, int t, int n_tokens
     static_cast<uint4 *>(y.x)[row * 8 + ((i % 8) ^ (t % 8))] = make_uint4(w[0], w[1], w[2], w[3]);
 }
 
+// Stores values 4 i to 4 i + 3 of token t: two of a piece and two of the next.
+__device__ __forceinline__ void h16_store_quad(const frt_h16 & y, int t, int n_tokens, int i, float4 v, H16Scale scale) {
+    const int     q = i % 16 / 4, piece = i % 4 * 2;
+    const int64_t row = static_cast<int64_t>(i / 16) * ((n_tokens + 7) / 8 * 8) + t;
+    __half2 *     to = static_cast<__half2 *>(y.x) + row * 32 + q;
+    to[(piece ^ (t % 8)) * 4] = __floats2half2_rn(v.x * scale.inverse, v.y * scale.inverse);
+    to[((piece + 1) ^ (t % 8)) * 4] = __floats2half2_rn(v.z * scale.inverse, v.w * scale.inverse);
+}
+
 }  // namespace frt

@@ -3,14 +3,15 @@
 //
 //   ADD_NORM       y = x + h                          replaces ADD, RMS_NORM, MUL
 //   SANDWICH_NORM  y = x + rms_norm(h, eps1) * w1     replaces RMS_NORM, MUL, ADD, RMS_NORM, MUL
-//   both           z = rms_norm(y, eps2) * w2         as f32, as q8 blocks, or both
+//   both           z = rms_norm(y, eps2) * w2         as f32, as q8 blocks, as f16 for tensor cores, in any combination
 //
 // A row stays in registers, 4 * kQuads values a thread, so h and x are read once, and whole before y or z is written.
 // Time is latency: weights are fetched before the wait on the previous grid, and a block has few warps.
-// Archs: sm_80 and up, PDL from sm_90. Static shared memory: 256 bytes. Registers: at most 128 (512 threads).
+// Archs: sm_80 and up, PDL from sm_90. Static shared memory: 384 bytes. Registers: at most 128 (512 threads).
 #include "../common/pdl.cuh"
 #include "../common/reduce.cuh"
 #include "../flashrt_kernels.h"
+#include "../mm/h16.cuh"
 #include "../quant/q8.cuh"
 
 #include <type_traits>
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_kernel(const __grid_const
     // With more than 4 quads a thread's registers do not hold the weights beside h and x: they are then fetched late.
     constexpr bool kEarly = kQuads <= 4;
     constexpr int kHeld = kEarly ? kQuads : 1;
-    __shared__ float scratch[2][32];
+    __shared__ float scratch[3][32];
     const int n = a.n_cols;
     const int64_t row = blockIdx.x;
     const auto column = [&](int j) { return 4 * static_cast<int>(threadIdx.x + j * blockDim.x); };
@@ -122,6 +123,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_kernel(const __grid_const
     scale = rsqrtf(block_sum(squares, scratch[1]) / n + a.eps2);
 
     // Behind the barrier of the sum above: every thread has read its part of h and x.
+    float most = 0.0f;
 #pragma unroll
     for (int j = 0; j < kQuads; j++) {
         const int i = column(j);
@@ -140,6 +142,25 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_kernel(const __grid_const
                     *reinterpret_cast<float2 *>(a.zq.ds + (row * n + i) / 16) = q.ds;
                 }
             }
+        }
+        if (a.zh.x != nullptr) {
+            y[j] = z;
+            if (i < n) {
+                most = nan_max(nan_max(nan_max(nan_max(most, fabsf(z.x)), fabsf(z.y)), fabsf(z.z)), fabsf(z.w));
+            }
+        }
+    }
+    if (a.zh.x != nullptr) {
+        const H16Scale h16 = h16_scale(block_nan_max(most, scratch[2]));
+#pragma unroll
+        for (int j = 0; j < kQuads; j++) {
+            const int i = column(j);
+            if (i < n) {
+                h16_store_quad(a.zh, static_cast<int>(row), a.n_rows, i / 4, y[j], h16);
+            }
+        }
+        if (threadIdx.x == 0) {
+            a.zh.scale[row] = h16.value;
         }
     }
 }
@@ -162,8 +183,9 @@ int frt_norm(const frt_norm_args * args, frt_launch how) {
     using namespace frt;
     const frt_norm_args & a = *args;
     if (a.n_rows < 1 || a.n_cols < 1 || a.n_cols > kMaxCols || a.h == nullptr || a.x == nullptr || a.w2 == nullptr ||
-        (a.z == nullptr && a.zq.qs == nullptr) ||
-        (a.zq.qs != nullptr && (a.zq.ds == nullptr || a.n_cols % 32 != 0))) {
+        (a.z == nullptr && a.zq.qs == nullptr && a.zh.x == nullptr) ||
+        (a.zq.qs != nullptr && (a.zq.ds == nullptr || a.n_cols % 32 != 0)) ||
+        (a.zh.x != nullptr && (a.zh.scale == nullptr || a.n_cols % 64 != 0))) {
         return cudaErrorInvalidValue;
     }
     const int quads = (a.n_cols + 3) / 4;

@@ -28,29 +28,51 @@ impl Block {
     }
 }
 
-/// Scratch memory of one context. Plans of a context run one after another on one stream, so all share the newest block.
-#[derive(Debug, Default)]
+/// Scratch memory of one context, within a limit. Plans of a context run one after another on one stream, so all share the newest
+/// block.
+#[derive(Debug)]
 pub struct Arena {
+    limit: usize,
     blocks: Vec<(usize, usize)>,
 }
 
-/// Smallest block.
+/// Smallest block, where the limit allows it.
 const MIN_BLOCK: usize = 1 << 20;
 
 /// Bytes at the start of each block that are zero whenever no kernel runs: counters that every kernel leaves as it found them.
 pub const TICKET_BYTES: usize = 1 << 16;
 
 impl Arena {
+    /// An arena whose blocks together never exceed `limit` bytes.
+    pub fn new(limit: usize) -> Arena {
+        Arena {
+            limit,
+            blocks: Vec::new(),
+        }
+    }
+
+    /// Bytes that a plan may ask for. Blocks have half the limit, a quarter and so on, each once at most: so whether a plan fits
+    /// does not depend on which came before it.
+    pub fn budget(&self) -> usize {
+        (self.limit / 2).saturating_sub(TICKET_BYTES)
+    }
+
     /// A block with `bytes` bytes behind its tickets. Allocates when no block is large enough.
     pub fn reserve(&mut self, bytes: usize, source: &dyn BlockSource, stream: usize) -> Result<Block, String> {
         if bytes == 0 {
             return Ok(Block { tickets: 0, scratch: 0 });
         }
+        if bytes > self.budget() {
+            return Err(format!("more than the limit of {} allows at a time", self.limit));
+        }
         let bytes = bytes + TICKET_BYTES;
         if let Some(&(address, _)) = self.blocks.iter().rev().find(|&&(_, size)| size >= bytes) {
             return Ok(Block::at(address));
         }
-        let size = bytes.max(2 * self.blocks.last().map_or(0, |b| b.1)).max(MIN_BLOCK);
+        let mut size = self.limit / 2;
+        while size / 2 >= bytes.max(MIN_BLOCK) {
+            size /= 2;
+        }
         let address = source.allocate(size, TICKET_BYTES, stream)?;
         self.blocks.push((address, size));
         Ok(Block::at(address))
@@ -74,6 +96,8 @@ mod tests {
     use super::*;
     use std::cell::RefCell;
 
+    const LIMIT: usize = 256 << 20;
+
     #[derive(Default)]
     struct Fake(RefCell<(usize, Vec<usize>)>);
 
@@ -95,7 +119,7 @@ mod tests {
 
     #[test]
     fn earlier_addresses_stay_valid_while_the_arena_grows() {
-        let (mut arena, source) = (Arena::default(), Fake::default());
+        let (mut arena, source) = (Arena::new(LIMIT), Fake::default());
         let small = arena.reserve(100, &source, 0).unwrap();
         let large = arena.reserve(8 << 20, &source, 0).unwrap();
         assert_ne!(small, large);
@@ -107,18 +131,45 @@ mod tests {
     }
 
     #[test]
-    fn growth_is_geometric() {
-        let (mut arena, source) = (Arena::default(), Fake::default());
-        for megabytes in 1..200 {
-            arena.reserve(megabytes << 20, &source, 0).unwrap();
+    fn blocks_together_stay_within_the_limit() {
+        let (mut arena, source) = (Arena::new(LIMIT), Fake::default());
+        let mut bytes = 1;
+        while bytes < arena.budget() {
+            arena.reserve(bytes, &source, 0).unwrap();
+            bytes += 300 << 10;
         }
+        arena.reserve(arena.budget(), &source, 0).unwrap();
         assert!(source.0.borrow().1.len() <= 9, "{} blocks", source.0.borrow().1.len());
-        assert!(arena.bytes() <= 4 * (200 << 20));
+        assert!(arena.bytes() <= LIMIT);
+        assert!(arena.reserve(arena.budget() + 1, &source, 0).is_err());
+    }
+
+    #[test]
+    fn what_fits_does_not_depend_on_what_came_before() {
+        let source = Fake::default();
+        for before in [0, 1 << 20, 5 << 20, 20 << 20, 100 << 20] {
+            let mut arena = Arena::new(LIMIT);
+            arena.reserve(before, &source, 0).unwrap();
+            arena.reserve(arena.budget(), &source, 0).unwrap();
+            assert!(arena.bytes() <= LIMIT, "{before}");
+        }
+    }
+
+    #[test]
+    fn a_small_limit_gives_small_blocks_and_none_gives_none() {
+        let source = Fake::default();
+        let mut arena = Arena::new(1 << 20);
+        arena.reserve(1000, &source, 0).unwrap();
+        assert_eq!(arena.bytes(), 1 << 19);
+        let mut none = Arena::new(0);
+        assert_eq!(none.budget(), 0);
+        assert!(none.reserve(1, &source, 0).is_err());
+        assert!(none.reserve(0, &source, 0).is_ok());
     }
 
     #[test]
     fn a_refused_block_changes_nothing() {
-        let (mut arena, source) = (Arena::default(), Fake::default());
+        let (mut arena, source) = (Arena::new(8 << 30), Fake::default());
         arena.reserve(1, &source, 0).unwrap();
         let before = arena.bytes();
         assert!(arena.reserve(2 << 30, &source, 0).is_err());
@@ -127,7 +178,7 @@ mod tests {
 
     #[test]
     fn clear_gives_everything_back() {
-        let (mut arena, source) = (Arena::default(), Fake::default());
+        let (mut arena, source) = (Arena::new(LIMIT), Fake::default());
         arena.reserve(5 << 20, &source, 0).unwrap();
         arena.reserve(50 << 20, &source, 0).unwrap();
         arena.clear(&source);

@@ -5,14 +5,11 @@ use crate::graph::DType;
 use crate::kernel::{Glu, RopeMode};
 use crate::reference::dec_attn::{self, Scoring};
 use crate::reference::glu::activation;
-use crate::reference::quant::Q8_BLOCK;
+use crate::reference::h16::{TINY16, U16};
+use crate::reference::quant::{Matrix, Q8_BLOCK};
 use crate::reference::rope::{pair, Params};
 use crate::reference::{self, Bounded, U};
 
-/// Unit roundoff of f16.
-const U16: f64 = 1.0 / (1u64 << 11) as f64;
-/// Half the smallest f16.
-const TINY16: f64 = 1.0 / (1u64 << 25) as f64;
 /// Unit roundoff of bf16.
 const UB16: f64 = 1.0 / (1u64 << 9) as f64;
 /// Half a step of an 8-bit quantiser, and the roundings of the step and the quotient.
@@ -45,6 +42,26 @@ pub fn mat_vec_input(x: &Bounded, weight: DType) -> Bounded {
         }
     }
     widen(&mut out, |v| v.abs() * additions);
+    out
+}
+
+/// Products of inputs that [`mat_vec_input`] widened. Weights with an offset for each block of 32 multiply it with the sum of the
+/// input's block, which is stored as f16.
+pub fn mat_vecs(w: &Matrix, tokens: &[Bounded]) -> Vec<Bounded> {
+    let mut out = w.mat_vecs(tokens);
+    if matches!(w.dtype, DType::Q4_1 | DType::Q5_1) {
+        for (r, row) in (0..w.n_rows).map(|r| (r, w.offsets(r))) {
+            for (out, x) in out.iter_mut().zip(tokens) {
+                let blocks = row.chunks(Q8_BLOCK).zip(x.value.chunks(Q8_BLOCK));
+                out.bound[r] += blocks
+                    .map(|(offsets, x)| {
+                        let sum: f64 = x.iter().map(|v| v.abs()).sum();
+                        offsets[0].abs() * (1.01 * U16 * sum + TINY16)
+                    })
+                    .sum::<f64>();
+            }
+        }
+    }
     out
 }
 

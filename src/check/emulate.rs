@@ -7,9 +7,10 @@
 use super::cpu;
 use super::memory::{element, Fault, Memory};
 use crate::graph::DType;
-use crate::kernel::{DecAttnArgs, GemvArgs, Glu, NormArgs, QkvPart, QkvTailArgs, Rope, RopeMode};
+use crate::kernel::{DecAttnArgs, GemvArgs, Glu, H16Args, MmArgs, NormArgs, QkvPart, QkvTailArgs, Rope, RopeMode, H16};
 use crate::reference::add_norm::add_norm;
 use crate::reference::dec_attn::Scoring;
+use crate::reference::h16;
 use crate::reference::qkv_gemv::Tail;
 use crate::reference::quant::{dequantize_row, Matrix};
 use crate::reference::rope::Params;
@@ -24,6 +25,8 @@ pub fn run(memory: &mut Memory, call: &KernelCall) -> Result<(), Fault> {
         KernelCall::Gemv(args) => gemv(memory, args),
         KernelCall::QkvTail(args) => qkv_tail(memory, args),
         KernelCall::DecAttn(args) => dec_attn(memory, args),
+        KernelCall::Mm(args) => mm(memory, args),
+        KernelCall::ToH16(args) => to_h16(memory, args),
     }
 }
 
@@ -58,14 +61,15 @@ fn norm(memory: &mut Memory, a: &NormArgs) -> Result<(), Fault> {
     Ok(())
 }
 
-fn gemv(memory: &mut Memory, a: &GemvArgs) -> Result<(), Fault> {
-    let unknown = Fault::Unknown {
+fn weight_type(number: i32) -> Result<DType, Fault> {
+    let known = DType::from_number(number).filter(|_| dequantize_row(number, &[], 0).is_some());
+    known.ok_or(Fault::Unknown {
         what: "weight type",
-        number: a.ty,
-    };
-    let dtype = DType::from_number(a.ty)
-        .filter(|_| dequantize_row(a.ty, &[], 0).is_some())
-        .ok_or(unknown)?;
+        number,
+    })
+}
+
+fn glu_kind(number: i32) -> Result<Glu, Fault> {
     let kinds = [
         Glu::None,
         Glu::Reglu,
@@ -74,62 +78,88 @@ fn gemv(memory: &mut Memory, a: &GemvArgs) -> Result<(), Fault> {
         Glu::GegluErf,
         Glu::GegluQuick,
     ];
-    let kind = kinds.into_iter().find(|&k| k as i32 == a.glu).ok_or(Fault::Unknown {
-        what: "GLU",
-        number: a.glu,
-    })?;
-    let k = a.k as usize;
-    // Everything is read before anything is written: an output may lie over the input.
-    let mut results = Vec::new();
-    for t in 0..a.n_tokens as usize {
-        let x = cpu::mat_vec_input(&memory.f32s(row(a.x, a.x_stride, t), k)?, dtype);
-        let mut products = Vec::new();
-        for seg in &a.seg[..a.n_seg as usize] {
-            let (n_rows, row_bytes) = (seg.n_rows as usize, seg.row_bytes as usize);
-            let row_len = k / dtype.block_len() * dtype.block_bytes();
-            let bytes = memory.bytes(seg.w as usize, n_rows.saturating_sub(1) * row_bytes + row_len)?;
-            let w = Matrix {
-                dtype,
-                bytes,
-                row_bytes,
-                n_rows,
-                k,
-            };
-            let term = |address: usize| (address != 0).then(|| memory.f32s(address, n_rows)).transpose();
-            let bias = term(seg.bias as usize)?;
-            let res = if seg.res.is_null() {
-                None
-            } else {
-                term(row(seg.res, seg.res_stride, t))?
-            };
-            products.push(
-                [bias, res]
-                    .iter()
-                    .flatten()
-                    .fold(mat_vec(&w, &x), |sum, term| sum.add(term)),
-            );
+    let known = kinds.into_iter().find(|&k| k as i32 == number);
+    known.ok_or(Fault::Unknown { what: "GLU", number })
+}
+
+fn matrix<'m>(
+    memory: &Memory<'m>,
+    dtype: DType,
+    address: usize,
+    row_bytes: i64,
+    n_rows: i32,
+    k: usize,
+) -> Result<Matrix<'m>, Fault> {
+    let (n_rows, row_bytes) = (n_rows as usize, row_bytes as usize);
+    let row_len = k / dtype.block_len() * dtype.block_bytes();
+    let bytes = memory.bytes(address, n_rows.saturating_sub(1) * row_bytes + row_len)?;
+    Ok(Matrix {
+        dtype,
+        bytes,
+        row_bytes,
+        n_rows,
+        k,
+    })
+}
+
+/// Adds bias and residual, where there are such, to the products of each token.
+fn add_terms(
+    memory: &Memory,
+    products: &mut [Bounded],
+    n_rows: usize,
+    bias: *const f32,
+    res: *const f32,
+    res_stride: i64,
+) -> Result<(), Fault> {
+    for (t, product) in products.iter_mut().enumerate() {
+        if !bias.is_null() {
+            *product = product.add(&memory.f32s(bias as usize, n_rows)?);
         }
-        results.push(match (kind, products.as_slice()) {
-            (Glu::None, _) => products,
-            (_, [gate, up]) => vec![cpu::glu(kind, gate, up)],
-            _ => {
-                return Err(Fault::Unknown {
-                    what: "number of GLU operands",
-                    number: a.n_seg,
-                })
-            }
-        });
+        if !res.is_null() {
+            *product = product.add(&memory.f32s(row(res, res_stride, t), n_rows)?);
+        }
     }
-    for (t, products) in results.iter().enumerate() {
-        for (seg, product) in a.seg.iter().zip(products) {
+    Ok(())
+}
+
+fn gemv(memory: &mut Memory, a: &GemvArgs) -> Result<(), Fault> {
+    let (dtype, kind) = (weight_type(a.ty)?, glu_kind(a.glu)?);
+    let k = a.k as usize;
+    let tokens = (0..a.n_tokens as usize)
+        .map(|t| Ok(cpu::mat_vec_input(&memory.f32s(row(a.x, a.x_stride, t), k)?, dtype)))
+        .collect::<Result<Vec<_>, Fault>>()?;
+    // Everything is read before anything is written: an output may lie over the input.
+    let mut products = Vec::new();
+    for seg in &a.seg[..a.n_seg as usize] {
+        let w = matrix(memory, dtype, seg.w as usize, seg.row_bytes, seg.n_rows, k)?;
+        let mut of_seg = mat_vecs(&w, &tokens);
+        add_terms(memory, &mut of_seg, w.n_rows, seg.bias, seg.res, seg.res_stride)?;
+        products.push(of_seg);
+    }
+    let results = match (kind, products.as_slice()) {
+        (Glu::None, _) => products,
+        (_, [gate, up]) => vec![glu(kind, gate, up)],
+        _ => {
+            return Err(Fault::Unknown {
+                what: "number of GLU operands",
+                number: a.n_seg,
+            })
+        }
+    };
+    for (seg, tokens) in a.seg.iter().zip(&results) {
+        for (t, product) in tokens.iter().enumerate() {
             memory.store(row(seg.dst.cast_const(), seg.dst_stride, t), DType::F32, product)?;
         }
     }
     Ok(())
 }
 
-/// [`Matrix::mat_vec`], the rows shared out among threads: this is where a check spends its time.
-fn mat_vec(w: &Matrix, x: &Bounded) -> Bounded {
+fn glu(kind: Glu, gate: &[Bounded], up: &[Bounded]) -> Vec<Bounded> {
+    gate.iter().zip(up).map(|(g, u)| cpu::glu(kind, g, u)).collect()
+}
+
+/// [`Matrix::mat_vecs`] with ggml-cpu's errors, the rows shared out among threads: this is where a check spends its time.
+fn mat_vecs(w: &Matrix, tokens: &[Bounded]) -> Vec<Bounded> {
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
     let share = w.n_rows.div_ceil(threads).max(1);
     std::thread::scope(|scope| {
@@ -142,15 +172,60 @@ fn mat_vec(w: &Matrix, x: &Bounded) -> Bounded {
                     n_rows: share.min(w.n_rows - first),
                     ..*w
                 };
-                scope.spawn(move || part.mat_vec(x))
+                scope.spawn(move || cpu::mat_vecs(&part, tokens))
             })
             .collect();
-        let mut out = Bounded::default();
-        parts
-            .into_iter()
-            .for_each(|part| out.extend(part.join().expect("an oracle does not panic")));
+        let mut out = vec![Bounded::default(); tokens.len()];
+        for part in parts {
+            let part = part.join().expect("an oracle does not panic");
+            out.iter_mut().zip(part).for_each(|(out, part)| out.extend(part));
+        }
         out
     })
+}
+
+/// ggml-cpu does not round to f16, so nor is it done here: only the scale and the places of the values are as on a GPU.
+fn to_h16(memory: &mut Memory, a: &H16Args) -> Result<(), Fault> {
+    let (k, n_tokens) = (a.k as usize, a.n_tokens as usize);
+    for t in 0..n_tokens {
+        let x = memory.f32s(row(a.x, a.x_stride, t), k)?;
+        let scale = h16::scale(x.value.iter().fold(0.0, |m, v| m.max(v.abs())));
+        for i in 0..k {
+            let value = [(x.value[i] / scale, x.bound[i] / scale)].into_iter().collect();
+            memory.store(a.y.x as usize + H16::offset(t, i, n_tokens), DType::F16, &value)?;
+        }
+        memory.store(a.y.scale as usize + 4 * t, DType::F32, &Bounded::exact(&[scale]))?;
+    }
+    Ok(())
+}
+
+fn h16_row(memory: &Memory, x: H16, k: usize, n_tokens: usize, token: usize) -> Result<Bounded, Fault> {
+    let written = |address: usize, len: usize| memory.written(address).ok_or(Fault::Read { address, len });
+    let (scale, _) = written(x.scale as usize + 4 * token, 4)?;
+    (0..k)
+        .map(|i| written(x.x as usize + H16::offset(token, i, n_tokens), 2))
+        .map(|v| v.map(|(value, bound)| (value * scale, bound * scale)))
+        .collect()
+}
+
+fn mm(memory: &mut Memory, a: &MmArgs) -> Result<(), Fault> {
+    let (dtype, kind) = (weight_type(a.ty)?, glu_kind(a.glu)?);
+    let (k, n_tokens) = (a.k as usize, a.n_tokens as usize);
+    let tokens = (0..n_tokens)
+        .map(|t| Ok(cpu::mat_vec_input(&h16_row(memory, a.x, k, n_tokens, t)?, dtype)))
+        .collect::<Result<Vec<_>, Fault>>()?;
+    let w = matrix(memory, dtype, a.w as usize, a.row_bytes, a.n_rows, k)?;
+    let mut results = mat_vecs(&w, &tokens);
+    if kind == Glu::None {
+        add_terms(memory, &mut results, w.n_rows, a.bias, a.res, a.res_stride)?;
+    } else {
+        let w2 = matrix(memory, dtype, a.w2 as usize, a.row_bytes, a.n_rows, k)?;
+        results = glu(kind, &results, &mat_vecs(&w2, &tokens));
+    }
+    for (t, result) in results.iter().enumerate() {
+        memory.store(row(a.dst.cast_const(), a.dst_stride, t), DType::F32, result)?;
+    }
+    Ok(())
 }
 
 fn qkv_tail(memory: &mut Memory, a: &QkvTailArgs) -> Result<(), Fault> {

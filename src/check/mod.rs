@@ -26,6 +26,7 @@ mod tests;
 pub use run::{run, CheckError, Options};
 
 use crate::graph::{BuildError, OwnedGraph};
+use crate::window::thresholds::Thresholds;
 use crate::window::{match_graph, WINDOWS};
 use recording::Recording;
 use serde::Serialize;
@@ -118,10 +119,11 @@ impl Report {
 /// Matches the windows that `enabled` lets through (by index in [`WINDOWS`]) and compares every site of a recorded graph.
 pub fn check_recording(
     recording: &Recording,
+    thresholds: Thresholds,
     enabled: impl Fn(usize) -> bool,
 ) -> Result<Vec<WindowReport>, BuildError> {
     let owned = OwnedGraph::new(recording.graph())?;
-    let matched = match_graph(owned.graph(), owned.host(), &enabled);
+    let matched = match_graph(owned.graph(), owned.host(), thresholds, &enabled);
     let named = |w: usize| WindowReport {
         window: WINDOWS[w].name.to_owned(),
         ..WindowReport::default()

@@ -4,6 +4,7 @@ use super::record::Recorder;
 use super::{check_recording, GraphReport, Report};
 use crate::graph::BuildError;
 use crate::host::{HostError, Model, Token};
+use crate::window::thresholds::Thresholds;
 
 /// How to check.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -14,6 +15,9 @@ pub struct Options {
     pub cc: i32,
     /// By index in [`crate::window::WINDOWS`]: windows to leave out.
     pub off: Vec<bool>,
+    /// From how many tokens on mat-muls are checked. By default the prompt has that many: one as long as a GPU needs for them to
+    /// pay off would take a CPU minutes.
+    pub thresholds: Thresholds,
 }
 
 impl Default for Options {
@@ -22,6 +26,9 @@ impl Default for Options {
             threads: 2,
             cc: 90,
             off: Vec::new(),
+            thresholds: Thresholds {
+                mm_min_tokens: Some(PROMPT.into()),
+            },
         }
     }
 }
@@ -85,8 +92,8 @@ pub fn run(model: &Model, options: &Options) -> Result<Report, CheckError> {
             tokens: tokens.len(),
         })?;
         let enabled = |window: usize| !options.off.get(window).copied().unwrap_or(false);
-        let windows =
-            check_recording(&recording, enabled).map_err(|source| CheckError::Graph { graph: name, source })?;
+        let windows = check_recording(&recording, options.thresholds, enabled)
+            .map_err(|source| CheckError::Graph { graph: name, source })?;
         let sequences = tokens.iter().map(|t| t.sequence + 1).max().unwrap_or(0) as usize;
         let nodes = recording.graph().nodes.len();
         graphs.push(GraphReport {

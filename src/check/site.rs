@@ -5,7 +5,7 @@ use super::memory::{element, Fault, Memory};
 use super::recording::Recording;
 use crate::graph::{GraphRef, Op, OwnedGraph, Tensor};
 use crate::window::pattern::Match;
-use crate::window::{Resources, Window};
+use crate::window::{Form, HandOff, Resources, Window};
 
 /// Why a site could not be compared.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -78,14 +78,29 @@ pub fn compare(window: &Window, m: &Match, owned: &OwnedGraph, recording: &Recor
     for (_, t) in m.outputs() {
         memory.allow_writes(t.byte_range());
     }
-    memory.allow_writes(SCRATCH..SCRATCH + (window.scratch_bytes)(m));
-    for call in (window.calls)(
-        m,
-        &Resources {
-            scratch: SCRATCH,
-            ..Resources::default()
-        },
-    ) {
+    let mut end = SCRATCH + (window.scratch_bytes)(m);
+    // 8-bit blocks come from another site or not at all.
+    let input = (window.input_form)(m)
+        .filter(|&(_, form)| form == Form::H16)
+        .map(|(role, form)| {
+            let x = m.tensor(role);
+            let hand_off = HandOff {
+                form,
+                address: end.next_multiple_of(HandOff::ALIGN),
+                k: x.ne()[0] as usize,
+                n_tokens: x.n_rows() as usize,
+            };
+            end = hand_off.address + form.bytes(hand_off.k, hand_off.n_tokens);
+            (hand_off, hand_off.convert(x))
+        });
+    memory.allow_writes(SCRATCH..end);
+    let resources = Resources {
+        scratch: SCRATCH,
+        input: input.map(|(hand_off, _)| hand_off),
+        ..Resources::default()
+    };
+    let convert = input.and_then(|(_, convert)| convert);
+    for call in convert.into_iter().chain((window.calls)(m, &resources)) {
         emulate::run(&mut memory, &call)?;
     }
     let mut result = Comparison::default();

@@ -5,8 +5,12 @@ use super::{check_recording, GraphReport, Report, WindowReport};
 use crate::graph::dump::GraphRecord;
 use crate::graph::{DType, GraphBuilder, Op, TensorId};
 use crate::reference::quant::{dequantize_row, Q8Row};
+use crate::window::thresholds::Thresholds;
 use half::f16;
 use std::borrow::Cow;
+
+/// However few tokens there are.
+const ALL_SIZES: Thresholds = Thresholds { mm_min_tokens: Some(0) };
 
 /// Numbers that repeat for no length of interest, in (-1, 1).
 fn noise(seed: usize, n: usize) -> Vec<f32> {
@@ -67,7 +71,7 @@ fn id(graph: &GraphRecord, name: &str) -> TensorId {
 /// What the check says of one window of a recording.
 fn check((graph, values): (GraphRecord, Vec<Option<Vec<u8>>>), window: &str) -> WindowReport {
     let values = values.into_iter().map(|v| v.map(Cow::Owned)).collect();
-    let reports = check_recording(&Recording::new(graph, values), |_| true).expect("a graph");
+    let reports = check_recording(&Recording::new(graph, values), ALL_SIZES, |_| true).expect("a graph");
     reports
         .into_iter()
         .find(|r| r.window == window)
@@ -199,18 +203,18 @@ fn mat_vec(w: &[u8], k: usize, x: &[f32]) -> Vec<f32> {
         .collect()
 }
 
-fn glu() -> (GraphRecord, Vec<Option<Vec<u8>>>) {
+fn glu(rows: usize) -> (GraphRecord, Vec<Option<Vec<u8>>>) {
     let mut tape = Tape::default();
-    let x = noise(5, N * ROWS);
+    let x = noise(5, N * rows);
     let weights = [noise(6, N * 32), noise(7, N * 32)].map(|w| q8_0(&w));
     let [gate, up] = [0, 1].map(|i| mat_vec(&weights[i], N, &x));
     let y = zip(&gate, &up, |g, u| g / (1.0 + (-g).exp()) * u);
-    let tx = tape.rows("x", &x, ROWS);
+    let tx = tape.rows("x", &x, rows);
     let [wg, wu] = ["wg", "wu"].map(|name| tape.builder.weight(name, DType::Q8_0, [N as i64, 32, 1, 1]));
     let [bytes_g, bytes_u] = weights;
     tape.set(wg, bytes_g);
     tape.set(wu, bytes_u);
-    let ne = [32, ROWS as i64, 1, 1];
+    let ne = [32, rows as i64, 1, 1];
     let tg = tape.node("gate", Op::MulMat, ne, &[wg, tx], &[], &gate);
     let tu = tape.node("up", Op::MulMat, ne, &[wu, tx], &[], &up);
     let ty = tape.node("y", Op::Glu, ne, &[tg, tu], &[2], &y);
@@ -218,22 +222,85 @@ fn glu() -> (GraphRecord, Vec<Option<Vec<u8>>>) {
     tape.finish()
 }
 
+/// More rows than the mat-vec windows take.
+const MANY: usize = 11;
+
 #[test]
 fn a_right_glu_passes_and_exchanged_weights_are_caught() {
-    let report = check(glu(), "GLU_GEMV");
-    assert!(passes(&report), "{report:?}");
-    // The input's rounding is most of the bound, and not all of it is used up.
-    assert!(report.worst.as_ref().unwrap().ratio > 0.01, "{report:?}");
-    let mut case = glu();
-    let (wg, wu) = (id(&case.0, "wg"), id(&case.0, "wu"));
-    case.1.swap(wg, wu);
-    let report = check(case, "GLU_GEMV");
-    assert!(is_caught(&report), "{report:?}");
+    for (rows, window) in [(ROWS, "GLU_GEMV"), (MANY, "GEGLU_FFN")] {
+        let report = check(glu(rows), window);
+        assert!(passes(&report), "{report:?}");
+        // The input's rounding is most of the bound, and not all of it is used up.
+        assert!(report.worst.as_ref().unwrap().ratio > 0.01, "{report:?}");
+        let mut case = glu(rows);
+        let (wg, wu) = (id(&case.0, "wg"), id(&case.0, "wu"));
+        case.1.swap(wg, wu);
+        let report = check(case, window);
+        assert!(is_caught(&report), "{report:?}");
+    }
+}
+
+/// A product, with bias and residual if asked for, in a batch of two.
+fn product(bias: bool, residual: bool) -> (GraphRecord, Vec<Option<Vec<u8>>>) {
+    let mut tape = Tape::default();
+    let x = noise(20, N * 2 * MANY);
+    let w = q8_0(&noise(21, N * 32));
+    let (b, res) = (noise(22, 32), noise(23, 32 * 2 * MANY));
+    let mut values = mat_vec(&w, N, &x);
+    let batch = [MANY as i64, 2, 1];
+    let ne = [32, batch[0], batch[1], batch[2]];
+    let tx = tape
+        .builder
+        .input("x", DType::F32, [N as i64, batch[0], batch[1], batch[2]]);
+    tape.set(tx, f32_bytes(&x));
+    let tw = tape.builder.weight("w", DType::Q8_0, [N as i64, 32, 1, 1]);
+    tape.set(tw, w);
+    let mut last = tape.node("mm", Op::MulMat, ne, &[tw, tx], &[], &values);
+    if bias {
+        let tb = tape.vector("b", &b);
+        values = zip(&values, &b, |a, b| a + b);
+        last = tape.node("biased", Op::Add, ne, &[last, tb], &[], &values);
+    }
+    if residual {
+        let tr = tape.builder.input("res", DType::F32, ne);
+        tape.set(tr, f32_bytes(&res));
+        values = zip(&values, &res, |a, b| a + b);
+        last = tape.node("sum", Op::Add, ne, &[last, tr], &[], &values);
+    }
+    tape.builder.tensor_mut(last).uses += 1;
+    tape.finish()
+}
+
+#[test]
+fn right_products_pass_and_their_faults_are_caught() {
+    for (bias, residual, window) in [
+        (false, false, "MM_PREFILL"),
+        (true, false, "MM_RES"),
+        (false, true, "MM_RES"),
+        (true, true, "MM_RES"),
+    ] {
+        let report = check(product(bias, residual), window);
+        assert!(passes(&report), "{report:?}");
+        assert_eq!(report.values, 32 * 2 * MANY);
+        // Two rows of the input exchanged.
+        let mut case = product(bias, residual);
+        let x = id(&case.0, "x");
+        case.1[x].as_mut().unwrap().rotate_left(4 * N);
+        assert!(is_caught(&check(case, window)));
+        for name in ["b", "res"] {
+            let mut case = product(bias, residual);
+            let Some(term) = case.0.tensors.iter().position(|t| t.name == name) else {
+                continue;
+            };
+            case.1[term].as_mut().unwrap().rotate_left(4);
+            assert!(is_caught(&check(case, window)), "{name}");
+        }
+    }
 }
 
 #[test]
 fn another_activation_is_caught() {
-    let mut case = glu();
+    let mut case = glu(ROWS);
     let y = id(&case.0, "y");
     case.0.tensors[y].params = vec![0];
     let report = check(case, "GLU_GEMV");
@@ -373,7 +440,7 @@ fn a_switched_off_window_is_not_reported() {
         .iter()
         .position(|w| w.name == "SANDWICH_NORM")
         .unwrap();
-    let reports = check_recording(&recording, |w| w != off).unwrap();
+    let reports = check_recording(&recording, ALL_SIZES, |w| w != off).unwrap();
     assert!(reports.iter().all(|r| r.window != "SANDWICH_NORM"));
 }
 

@@ -3,7 +3,7 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
-use super::{DecAttnArgs, GemvArgs, Launch, NormArgs, QkvTailArgs};
+use super::{DecAttnArgs, GemvArgs, H16Args, Launch, MmArgs, NormArgs, QkvTailArgs};
 
 /// No `cudaError_t` is negative.
 pub const NOT_COMPILED: c_int = -1;
@@ -31,6 +31,9 @@ c_functions! {
     fn frt_gemv_supports(ty: i32, k: i32, n_tokens: i32, glu: i32) -> c_int;
     fn frt_qkv_tail(args: *const QkvTailArgs, launch: Launch) -> c_int;
     fn frt_dec_attn(args: *const DecAttnArgs, launch: Launch) -> c_int;
+    fn frt_mm(args: *const MmArgs, launch: Launch) -> c_int;
+    fn frt_mm_supports(ty: i32, k: i32, glu: i32) -> c_int;
+    fn frt_to_h16(args: *const H16Args, launch: Launch) -> c_int;
 
     fn cudaGetDeviceCount(count: *mut c_int) -> c_int;
     fn cudaGetDevice(device: *mut c_int) -> c_int;

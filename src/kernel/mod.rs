@@ -13,6 +13,26 @@ use std::ffi::{c_int, c_void};
 use crate::graph::DType;
 pub use self_check::{self_check, WEIGHT_TYPES};
 
+/// Weight types that [`mm`] reads.
+pub const MM_WEIGHT_TYPES: [DType; 16] = [
+    DType::F16,
+    DType::BF16,
+    DType::Q8_0,
+    DType::Q4_0,
+    DType::Q4_1,
+    DType::Q5_0,
+    DType::Q5_1,
+    DType::Q2_K,
+    DType::Q3_K,
+    DType::Q4_K,
+    DType::Q5_K,
+    DType::Q6_K,
+    DType::IQ4_NL,
+    DType::IQ4_XS,
+    DType::MXFP4,
+    DType::NVFP4,
+];
+
 /// Rows of activations that [`gemv`] takes at most.
 pub const MAX_TOKENS: usize = 8;
 
@@ -83,6 +103,42 @@ impl Q8 {
     };
 }
 
+/// Activations as f16 in the layout that Hopper's tensor cores read, each row scaled by a power of two: `x[i] ~ scale * h[i]`. Null
+/// pointers: no hand-off.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct H16 {
+    /// f16, `[k / 64][n_tokens rounded up to 8][64]`, on [`H16::ALIGN`] bytes. Of each 64 values the piece of 16 bytes `c < 8` lies
+    /// at `c ^ (token % 8)` and holds, for `q` from 0 to 3, the values `16 q + 2 c` and `16 q + 2 c + 1`.
+    pub x: *mut c_void,
+    /// `[n_tokens]`: the value is `scale * x`.
+    pub scale: *mut f32,
+}
+
+impl H16 {
+    /// No hand-off.
+    pub const NONE: H16 = H16 {
+        x: std::ptr::null_mut(),
+        scale: std::ptr::null_mut(),
+    };
+    /// Alignment of `x`.
+    pub const ALIGN: usize = 128;
+    /// Values of a row that lie together: `k` is a multiple of it.
+    pub const COLUMNS: usize = 64;
+
+    /// Bytes of `x`.
+    pub fn bytes(k: usize, n_tokens: usize) -> usize {
+        k / H16::COLUMNS * n_tokens.next_multiple_of(8) * H16::COLUMNS * 2
+    }
+
+    /// Offset in bytes of value `i` of a token.
+    pub fn offset(token: usize, i: usize, n_tokens: usize) -> usize {
+        let row = i / H16::COLUMNS * n_tokens.next_multiple_of(8) + token;
+        let (q, piece, half) = (i % H16::COLUMNS / 16, i % 16 / 2, i % 2);
+        (row * H16::COLUMNS + (piece ^ (token % 8)) * 8 + 2 * q + half) * 2
+    }
+}
+
 /// Arguments of [`norm`]. With `w1`: `y = x + rms_norm(h, eps1) * w1`, without: `y = x + h`; then
 /// `z = rms_norm(y, eps2) * w2`. `y` and `z` may lie exactly over `h` or `x`.
 #[repr(C)]
@@ -104,12 +160,14 @@ pub struct NormArgs {
     pub y: *mut f32,
     /// Elements between rows of `y`.
     pub y_stride: i64,
-    /// Normalised sum, `[n_rows][n_cols]`, or null when only `zq` is wanted.
+    /// Normalised sum, `[n_rows][n_cols]`, or null when only `zq` or `zh` is wanted.
     pub z: *mut f32,
     /// Elements between rows of `z`.
     pub z_stride: i64,
     /// `z` as q8 blocks.
     pub zq: Q8,
+    /// `z` as f16; `n_cols` is then a multiple of [`H16::COLUMNS`].
+    pub zh: H16,
     /// Tokens.
     pub n_rows: i32,
     /// Values of a token.
@@ -387,6 +445,57 @@ pub struct DecAttnArgs {
     pub softcap: f32,
 }
 
+/// Arguments of [`mm`]: `dst[t][r] = sum_k w[r][k] * x[t][k] (+ bias[r]) (+ res[t][r])`, or with `glu`
+/// `dst[t][r] = act(w[r] . x[t]) * (w2[r] . x[t])`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MmArgs {
+    /// `ggml_type` of `w` and `w2`.
+    pub ty: i32,
+    /// A [`Glu`].
+    pub glu: i32,
+    /// Weights, or the gate's.
+    pub w: *const c_void,
+    /// With `glu` the weights of up, shaped like `w`.
+    pub w2: *const c_void,
+    /// Bytes between rows of weights.
+    pub row_bytes: i64,
+    /// Rows of weights.
+    pub n_rows: i32,
+    /// Values of a row, a multiple of [`H16::COLUMNS`].
+    pub k: i32,
+    /// Rows of activations.
+    pub n_tokens: i32,
+    /// Input, `[n_tokens][k]`
+    pub x: H16,
+    /// `[n_tokens][n_rows]`
+    pub dst: *mut f32,
+    /// Elements between tokens of `dst`.
+    pub dst_stride: i64,
+    /// `[n_rows]` or null.
+    pub bias: *const f32,
+    /// `[n_tokens][n_rows]` or null; may lie exactly over `dst`.
+    pub res: *const f32,
+    /// Elements between tokens of `res`.
+    pub res_stride: i64,
+}
+
+/// Arguments of [`to_h16`].
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct H16Args {
+    /// `[n_tokens][k]`, rows on 16 bytes.
+    pub x: *const f32,
+    /// Elements between rows of `x`.
+    pub x_stride: i64,
+    /// `x` as f16.
+    pub y: H16,
+    /// Values of a row, a multiple of [`H16::COLUMNS`].
+    pub k: i32,
+    /// Rows.
+    pub n_tokens: i32,
+}
+
 /// `columns` (tokens times heads that share keys) with those that a block of [`dec_attn`] carries along unused.
 pub fn dec_attn_columns(columns: usize) -> usize {
     columns
@@ -444,6 +553,31 @@ pub fn qkv_tail(args: &QkvTailArgs, launch: Launch) -> Result<(), CudaError> {
 pub fn dec_attn(args: &DecAttnArgs, launch: Launch) -> Result<(), CudaError> {
     // SAFETY: as in `norm`.
     CudaError::check(unsafe { ffi::frt_dec_attn(args, launch) })
+}
+
+/// MM_PREFILL, MM_RES and GEGLU_FFN.
+pub fn mm(args: &MmArgs, launch: Launch) -> Result<(), CudaError> {
+    // SAFETY: as in `norm`.
+    CudaError::check(unsafe { ffi::frt_mm(args, launch) })
+}
+
+/// Whether [`mm`] has an instantiation for this weight type and row length, and the current device can run it. Without feature
+/// `cuda` there is no device, and only the type and the length are judged.
+pub fn mm_supports(ty: i32, k: i32, glu: Glu) -> bool {
+    // SAFETY: plain values.
+    match unsafe { ffi::frt_mm_supports(ty, k, glu as i32) } {
+        ffi::NOT_COMPILED => {
+            let known = DType::from_number(ty).filter(|d| MM_WEIGHT_TYPES.contains(d));
+            known.is_some_and(|d| k > 0 && k as usize % d.block_len().max(H16::COLUMNS) == 0)
+        }
+        supported => supported == 1,
+    }
+}
+
+/// f32 rows as f16 for [`mm`].
+pub fn to_h16(args: &H16Args, launch: Launch) -> Result<(), CudaError> {
+    // SAFETY: as in `norm`.
+    CudaError::check(unsafe { ffi::frt_to_h16(args, launch) })
 }
 
 /// Architectures the kernels were compiled for, such as "sm_90a compute_90"; empty without feature `cuda`.

@@ -7,8 +7,11 @@ use super::cudart::{current_device, set_device, Buffer, Stream};
 use super::*;
 use crate::reference::add_norm::add_norm;
 use crate::reference::dec_attn::{dec_attn as attention, Scoring};
+use crate::reference::geglu_ffn::geglu_ffn;
 use crate::reference::gemv_res::gemv_res;
 use crate::reference::glu_gemv::glu_gemv;
+use crate::reference::h16::{lay_out, H16Row};
+use crate::reference::mm_res::mm_res;
 use crate::reference::qkv_gemv::Tail;
 use crate::reference::quant::{Matrix, Q8Row};
 use crate::reference::rope::Params;
@@ -57,6 +60,16 @@ fn check_all(device: i32) -> Result<(), String> {
             .glu_gemv(dtype)
             .map_err(|e| format!("GLU mat-vec {}: {e}", dtype.name()))?;
     }
+    // Tensor-core kernels exist on some devices only; their windows ask too.
+    for dtype in MM_WEIGHT_TYPES {
+        for glu in [Glu::None, Glu::Swiglu] {
+            if mm_supports(dtype as i32, Check::MM_K as i32, glu) {
+                check
+                    .mm(dtype, glu)
+                    .map_err(|e| format!("mat-mul {} {glu:?}: {e}", dtype.name()))?;
+            }
+        }
+    }
     check.qkv_tail().map_err(|e| format!("QKV tail: {e}"))?;
     for head_dim in DEC_ATTN_HEAD_DIMS {
         check
@@ -69,6 +82,44 @@ fn check_all(device: i32) -> Result<(), String> {
 struct Check {
     stream: Stream,
     launch: Launch,
+}
+
+/// Device memory for rows as f16, every byte 0xff.
+struct H16Buffer {
+    x: Buffer<u8>,
+    scale: Buffer<f32>,
+    k: usize,
+    n_tokens: usize,
+}
+
+impl H16Buffer {
+    fn first(&self) -> usize {
+        (self.x.raw() as usize).next_multiple_of(H16::ALIGN) - self.x.raw() as usize
+    }
+
+    fn raw(&self) -> H16 {
+        H16 {
+            x: self.x.at(self.first()).cast(),
+            scale: self.scale.raw(),
+        }
+    }
+
+    /// Must hold, bit by bit, these rows.
+    fn expect(&self, stream: &Stream, rows: &[H16Row]) -> Result<(), String> {
+        let (bytes, scale) = lay_out(rows);
+        let got = self.x.to_vec(stream).map_err(text)?;
+        let got = &got[self.first()..][..H16::bytes(self.k, self.n_tokens)];
+        if self.scale.to_vec(stream).map_err(text)? != scale {
+            return Err("the scale of an f16 row is wrong".into());
+        }
+        match bytes.iter().zip(got).position(|(want, got)| want != got) {
+            None => Ok(()),
+            Some(at) => Err(format!(
+                "byte {at} of the f16 rows is {:#x}, expected {:#x}",
+                got[at], bytes[at]
+            )),
+        }
+    }
 }
 
 fn text(e: impl Display) -> String {
@@ -94,13 +145,22 @@ impl Check {
         compare(&got, want).map(drop).map_err(text)
     }
 
+    fn h16(&self, k: usize, n_tokens: usize) -> Result<H16Buffer, String> {
+        Ok(H16Buffer {
+            x: self.upload(&vec![0xffu8; H16::bytes(k, n_tokens) + H16::ALIGN])?,
+            scale: self.output(n_tokens)?,
+            k,
+            n_tokens,
+        })
+    }
+
     fn norm(&self, post_norm: bool) -> Result<(), String> {
         const N: usize = 64;
         let mut sample = Sample::new(1);
         let [h, x, w1, w2] = [(); 4].map(|_| sample.values(N, 1.0));
         let eps = 1e-6f32;
         let (h_dev, x_dev, w1_dev, w2_dev) = (self.upload(&h)?, self.upload(&x)?, self.upload(&w1)?, self.upload(&w2)?);
-        let (y, z) = (self.output(N)?, self.output(N)?);
+        let (y, z, zh) = (self.output(N)?, self.output(N)?, self.h16(N, 1)?);
         let args = NormArgs {
             h: h_dev.raw(),
             h_stride: N as i64,
@@ -113,6 +173,7 @@ impl Check {
             z: z.raw(),
             z_stride: N as i64,
             zq: Q8::NONE,
+            zh: zh.raw(),
             n_rows: 1,
             n_cols: N as i32,
             eps1: eps,
@@ -127,7 +188,8 @@ impl Check {
             add_norm(&h, &x, &w2, eps)
         };
         self.expect(&y, &want.sum)?;
-        self.expect(&z, &want.normed)
+        self.expect(&z, &want.normed)?;
+        zh.expect(&self.stream, &[H16Row::new(&z.to_vec(&self.stream).map_err(text)?)])
     }
 
     /// What a mat-vec with weights of this type multiplies: quantised types read 8-bit blocks.
@@ -227,6 +289,72 @@ impl Check {
             &dst,
             &glu_gemv(Glu::Swiglu, (&gate, None), (&up, None), &Check::activations(dtype, &x)),
         )
+    }
+
+    const MM_K: usize = 256;
+
+    /// The activations' conversion, then the product: with bias and residual, or of gate and up.
+    fn mm(&self, dtype: DType, glu: Glu) -> Result<(), String> {
+        const K: usize = Check::MM_K;
+        const ROWS: usize = 80;
+        const TOKENS: usize = 9;
+        let mut sample = Sample::new(6);
+        let bytes = sample.weights(dtype, 2 * K * ROWS);
+        let row_bytes = bytes.len() / ROWS / 2;
+        let (first, second) = bytes.split_at(ROWS * row_bytes);
+        let x = sample.values(K * TOKENS, 1.0);
+        let (bias, res) = (sample.values(ROWS, 1.0), sample.values(ROWS * TOKENS, 1.0));
+        let (w, x_dev, bias_dev) = (self.upload(&bytes)?, self.upload(&x)?, self.upload(&bias)?);
+        let (dst, xh) = (self.upload(&res)?, self.h16(K, TOKENS)?);
+        let convert = H16Args {
+            x: x_dev.raw(),
+            x_stride: K as i64,
+            y: xh.raw(),
+            k: K as i32,
+            n_tokens: TOKENS as i32,
+        };
+        to_h16(&convert, self.launch).map_err(text)?;
+        let rows: Vec<H16Row> = x.chunks(K).map(H16Row::new).collect();
+        xh.expect(&self.stream, &rows)?;
+        let plain = glu == Glu::None;
+        let args = MmArgs {
+            ty: dtype as i32,
+            glu: glu as i32,
+            w: w.raw().cast_const().cast(),
+            w2: if plain {
+                std::ptr::null()
+            } else {
+                w.at(first.len()).cast_const().cast()
+            },
+            row_bytes: row_bytes as i64,
+            n_rows: ROWS as i32,
+            k: K as i32,
+            n_tokens: TOKENS as i32,
+            x: xh.raw(),
+            dst: dst.raw(),
+            dst_stride: ROWS as i64,
+            bias: if plain { bias_dev.raw() } else { std::ptr::null() },
+            res: if plain { dst.raw() } else { std::ptr::null() },
+            res_stride: ROWS as i64,
+        };
+        mm(&args, self.launch).map_err(text)?;
+        let [first, second] = [first, second].map(|bytes| Matrix {
+            dtype,
+            bytes,
+            row_bytes,
+            n_rows: ROWS,
+            k: K,
+        });
+        let tokens: Vec<Bounded> = rows.iter().map(|r| Bounded::exact(&r.dequantize())).collect();
+        let want = if plain {
+            let res: Vec<Bounded> = res.chunks(ROWS).map(Bounded::exact).collect();
+            mm_res(&first, &tokens, Some(&Bounded::exact(&bias)), Some(&res))
+        } else {
+            geglu_ffn(glu, &first, &second, &tokens)
+        };
+        let mut all = Bounded::default();
+        want.into_iter().for_each(|token| all.extend(token));
+        self.expect(&dst, &all)
     }
 
     fn qkv_tail(&self) -> Result<(), String> {

@@ -6,9 +6,13 @@
 
 pub mod add_norm;
 pub mod dec_attn;
+pub mod geglu_ffn;
 pub mod gemv_res;
 pub mod glu;
 pub mod glu_gemv;
+pub mod h16;
+pub mod mm_prefill;
+pub mod mm_res;
 pub mod norm;
 pub mod qkv_gemv;
 pub mod quant;

@@ -4,6 +4,7 @@ use half::{bf16, f16};
 
 pub use crate::graph::DType;
 
+use super::h16::{TINY16, U16};
 use super::{rounded, Bounded, U};
 
 /// Values of an activation block.
@@ -29,10 +30,18 @@ fn terms(ty: i32, bytes: &[u8], k: usize) -> Option<Vec<(f64, f64)>> {
         DType::BF16 => |b, out| out.push((bf16::from_le_bytes([b[0], b[1]]).into(), 0.0)),
         DType::Q8_0 => |b, out| out.extend(b[2..].iter().map(|&q| (half_at(b, 0) * f64::from(q as i8), 0.0))),
         DType::Q4_0 => q4_0,
+        DType::Q4_1 => q4_1,
         DType::Q5_0 => q5_0,
+        DType::Q5_1 => q5_1,
+        DType::Q2_K => q2_k,
+        DType::Q3_K => q3_k,
         DType::Q4_K => q4_k,
         DType::Q5_K => q5_k,
         DType::Q6_K => q6_k,
+        DType::IQ4_NL => iq4_nl,
+        DType::IQ4_XS => iq4_xs,
+        DType::MXFP4 => mxfp4,
+        DType::NVFP4 => nvfp4,
         _ => return None,
     };
     let bytes = bytes
@@ -55,6 +64,12 @@ fn q4_0(block: &[u8], out: &mut Vec<(f64, f64)>) {
     out.extend((0..32).map(|i| (d * f64::from(nibble(block[2 + i % 16], i / 16)), 8.0 * d)));
 }
 
+/// `f16 d, m; u8 qs[16]`: as Q4_0, with an offset of its own that is added.
+fn q4_1(block: &[u8], out: &mut Vec<(f64, f64)>) {
+    let (d, m) = (half_at(block, 0), half_at(block, 2));
+    out.extend((0..32).map(|i| (d * f64::from(nibble(block[4 + i % 16], i / 16)), -m)));
+}
+
 /// `f16 d; u32 qh; u8 qs[16]`: as Q4_0, bit `i` of `qh` is the fifth bit of value `i`.
 fn q5_0(block: &[u8], out: &mut Vec<(f64, f64)>) {
     let d = half_at(block, 0);
@@ -62,6 +77,93 @@ fn q5_0(block: &[u8], out: &mut Vec<(f64, f64)>) {
         let high = block[2 + i / 8] >> (i % 8) & 1;
         (d * f64::from(nibble(block[6 + i % 16], i / 16) | high << 4), 16.0 * d)
     }));
+}
+
+/// `f16 d, m; u32 qh; u8 qs[16]`: as Q5_0, with an offset of its own that is added.
+fn q5_1(block: &[u8], out: &mut Vec<(f64, f64)>) {
+    let (d, m) = (half_at(block, 0), half_at(block, 2));
+    out.extend((0..32).map(|i| {
+        let high = block[4 + i / 8] >> (i % 8) & 1;
+        (d * f64::from(nibble(block[8 + i % 16], i / 16) | high << 4), -m)
+    }));
+}
+
+/// `u8 scales[16]; u8 qs[64]; f16 d, dmin`: two halves of 128 values in 32 bytes of `qs`, each four runs of 32 by two bits. A scale
+/// and an offset of four bits for 16 values.
+fn q2_k(block: &[u8], out: &mut Vec<(f64, f64)>) {
+    let (d, dmin) = (half_at(block, 80), half_at(block, 82));
+    for i in 0..256 {
+        let (half, run, l) = (i / 128, i % 128 / 32, i % 32);
+        let q = block[16 + 32 * half + l] >> (2 * run) & 3;
+        let s = block[i / 16];
+        out.push((d * f64::from(s & 15) * f64::from(q), dmin * f64::from(s >> 4)));
+    }
+}
+
+/// `u8 hmask[32]; u8 qs[64]; u8 scales[12]; f16 d`: low bits as in Q2_K; bit `i / 32` of `hmask[i % 32]` is the third bit of value
+/// `i`, and 4 is subtracted. Scales have six bits: four in the nibbles of the first eight bytes, two in the last four; 32 is
+/// subtracted.
+fn q3_k(block: &[u8], out: &mut Vec<(f64, f64)>) {
+    let d = half_at(block, 108);
+    let scales = &block[96..108];
+    for i in 0..256 {
+        let (half, run, l) = (i / 128, i % 128 / 32, i % 32);
+        let low = block[32 + 32 * half + l] >> (2 * run) & 3;
+        let high = block[l] >> (i / 32) & 1;
+        let s = i / 16;
+        let scale = nibble(scales[s % 8], s / 8) | (scales[8 + s % 4] >> (s / 4 * 2) & 3) << 4;
+        let scale = d * (f64::from(scale) - 32.0);
+        out.push((scale * f64::from(low | high << 2), 4.0 * scale));
+    }
+}
+
+/// The values that nibbles of IQ4_NL and IQ4_XS stand for.
+const IQ4_VALUES: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+
+/// `f16 d; u8 qs[16]`: nibbles as in Q4_0, each standing for a value of a table.
+fn iq4_nl(block: &[u8], out: &mut Vec<(f64, f64)>) {
+    let d = half_at(block, 0);
+    out.extend((0..32).map(|i| (d * of_table(&IQ4_VALUES, block[2 + i % 16], i / 16), 0.0)));
+}
+
+/// `f16 d; u16 scales_h; u8 scales_l[4]; u8 qs[128]`: eight blocks as in IQ4_NL, their scales four bits in a nibble and two in
+/// `scales_h`; 32 is subtracted.
+fn iq4_xs(block: &[u8], out: &mut Vec<(f64, f64)>) {
+    let high = u16::from_le_bytes([block[2], block[3]]);
+    for group in 0..8 {
+        let scale = nibble(block[4 + group / 2], group % 2) | ((high >> (2 * group) & 3) as u8) << 4;
+        let d = half_at(block, 0) * (f64::from(scale) - 32.0);
+        let qs = &block[8 + 16 * group..][..16];
+        out.extend((0..32).map(|i| (d * of_table(&IQ4_VALUES, qs[i % 16], i / 16), 0.0)));
+    }
+}
+
+/// Twice the values of e2m1, the four-bit float of MXFP4 and NVFP4.
+const FP4_VALUES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
+/// `u8 e; u8 qs[16]`: nibbles as in Q4_0, e2m1; the scale is `2^(e - 127)`.
+fn mxfp4(block: &[u8], out: &mut Vec<(f64, f64)>) {
+    let d = 2f64.powi(i32::from(block[0]) - 128);
+    out.extend((0..32).map(|i| (d * of_table(&FP4_VALUES, block[1 + i % 16], i / 16), 0.0)));
+}
+
+/// `u8 d[4]; u8 qs[32]`: four groups of 16 values in 8 bytes, low nibbles first, e2m1, each with a scale without sign of four
+/// exponent bits (bias 7) and three of mantissa. The pattern of NaN counts as 0.
+fn nvfp4(block: &[u8], out: &mut Vec<(f64, f64)>) {
+    for group in 0..4 {
+        let (exponent, mantissa) = (i32::from(block[group] >> 3 & 15), f64::from(block[group] & 7));
+        let scale = match (block[group], exponent) {
+            (0x7f, _) => 0.0,
+            (_, 0) => mantissa * 2f64.powi(-9),
+            _ => (8.0 + mantissa) * 2f64.powi(exponent - 10),
+        };
+        let qs = &block[4 + 8 * group..][..8];
+        out.extend((0..16).map(|i| (0.5 * scale * of_table(&FP4_VALUES, qs[i % 8], i / 8), 0.0)));
+    }
+}
+
+fn of_table(values: &[i8; 16], byte: u8, high: usize) -> f64 {
+    f64::from(values[usize::from(nibble(byte, high))])
 }
 
 /// `f16 d, dmin; u8 scales[12]; u8 qs[128]`: eight groups of 32; each 32 bytes of `qs` hold two groups as nibbles.
@@ -175,29 +277,142 @@ pub struct Matrix<'a> {
     pub k: usize,
 }
 
+/// How the values of a row of weights enter a sum.
+struct Row {
+    value: Vec<f64>,
+    /// How far a kernel's value may be off.
+    error: Vec<f64>,
+    /// What the roundings of the sum grow with.
+    magnitude: Vec<f64>,
+}
+
+impl Row {
+    /// `roundings`: the sum's own errors, relative to its magnitude.
+    fn dot(&self, x: &Bounded, roundings: f64) -> (f64, f64) {
+        // Sums of their own for the compiler to work on side by side: a check of a model spends its time here.
+        const LANES: usize = 4;
+        let mut sums = [[0.0; LANES]; 3];
+        let lanes = |values: &[f64], at: usize| -> [f64; LANES] {
+            let rest = &values[at..];
+            rest.first_chunk()
+                .copied()
+                .unwrap_or_else(|| std::array::from_fn(|i| rest.get(i).copied().unwrap_or(0.0)))
+        };
+        for at in (0..x.len()).step_by(LANES) {
+            let (w, e, m) = (
+                lanes(&self.value, at),
+                lanes(&self.error, at),
+                lanes(&self.magnitude, at),
+            );
+            let (x, b) = (lanes(&x.value, at), lanes(&x.bound, at));
+            for i in 0..LANES {
+                let largest = x[i].abs() + b[i];
+                sums[0][i] += w[i] * x[i];
+                sums[1][i] += w[i].abs() * b[i] + e[i] * largest;
+                sums[2][i] += m[i] * largest;
+            }
+        }
+        let [value, bound, magnitude] = sums.map(|lanes| lanes.iter().sum::<f64>());
+        rounded(value, bound + roundings * magnitude)
+    }
+}
+
 impl Matrix<'_> {
-    /// `w . x` of one token. For quantised weights `x` is what the 8-bit blocks stand for.
-    pub fn mat_vec(&self, x: &Bounded) -> Bounded {
-        assert_eq!(x.len(), self.k, "one activation per column");
-        (0..self.n_rows)
-            .map(|r| self.dot(&self.bytes[r * self.row_bytes..], x))
-            .collect()
+    fn terms(&self, row: usize) -> Vec<(f64, f64)> {
+        terms(self.dtype as i32, &self.bytes[row * self.row_bytes..], self.k)
+            .expect("a type the kernels read and a whole row")
     }
 
+    /// What is subtracted from each scaled quant of a row.
+    pub fn offsets(&self, row: usize) -> Vec<f64> {
+        self.terms(row).into_iter().map(|(_, offset)| offset).collect()
+    }
+
+    /// Each row's sum with each token.
+    fn products(&self, tokens: &[Bounded], row: impl Fn(usize) -> Row, roundings: f64) -> Vec<Bounded> {
+        assert!(tokens.iter().all(|x| x.len() == self.k), "one activation per column");
+        let mut out = vec![Bounded::default(); tokens.len()];
+        for r in 0..self.n_rows {
+            let row = row(r);
+            for (out, x) in out.iter_mut().zip(tokens) {
+                let (value, bound) = row.dot(x, roundings);
+                out.value.push(value);
+                out.bound.push(bound);
+            }
+        }
+        out
+    }
+
+    /// `w . x` of one token. For quantised weights `x` is what the 8-bit blocks stand for.
+    pub fn mat_vec(&self, x: &Bounded) -> Bounded {
+        self.mat_vecs(std::slice::from_ref(x)).remove(0)
+    }
+
+    /// The same of several tokens.
+    ///
     /// A row's sum in f32. The kernels split it over at least 8 lanes, so no path has more than `k / 8` additions (a quantised
     /// block of 16 values or more is summed exactly, so `k / 128`), five reductions and a few products with scales.
-    fn dot(&self, row: &[u8], x: &Bounded) -> (f64, f64) {
+    pub fn mat_vecs(&self, tokens: &[Bounded]) -> Vec<Bounded> {
         let roundings = 16.0 + self.k as f64 / if self.dtype.block_len() == 1 { 8.0 } else { 128.0 };
-        let terms = terms(self.dtype as i32, row, self.k).expect("a type the kernels read and a whole row");
-        let (mut value, mut bound, mut magnitude) = (0.0, 0.0, 0.0);
-        for (i, (scaled, offset)) in terms.into_iter().enumerate() {
-            let (x, x_bound) = x.at(i);
-            value += (scaled - offset) * x;
-            bound += (scaled - offset).abs() * x_bound;
-            magnitude += (scaled.abs() + offset.abs()) * (x.abs() + x_bound);
-        }
-        rounded(value, bound + roundings * U * magnitude)
+        let row = |r: usize| {
+            let terms = self.terms(r);
+            Row {
+                value: terms.iter().map(|(scaled, offset)| scaled - offset).collect(),
+                error: vec![0.0; self.k],
+                magnitude: terms
+                    .iter()
+                    .map(|(scaled, offset)| scaled.abs() + offset.abs())
+                    .collect(),
+            }
+        };
+        self.products(tokens, row, roundings * U)
     }
+
+    /// `w . x` on tensor cores, of several tokens: weights are rounded to f16, products are exact, sums are f32.
+    ///
+    /// A tensor core adds 16 products to its sum at a time. It aligns all 17 to the largest and drops what then lies below its
+    /// last bit: each may lose a unit of an f32 (`2 U`) of the largest, which no magnitude of the whole row exceeds. Adding up what
+    /// several of them did takes a few more roundings.
+    pub fn mat_mul(&self, tokens: &[Bounded]) -> Vec<Bounded> {
+        let roundings = (self.k as f64 / 16.0 * 17.0 * 2.0 + 8.0) * U;
+        let row = |r: usize| {
+            let (mut value, mut error) = (Vec::with_capacity(self.k), Vec::with_capacity(self.k));
+            for term in self.terms(r) {
+                value.push(term.0 - term.1);
+                error.push(f16_error(self.dtype, term));
+            }
+            let magnitude = value.iter().zip(&error).map(|(v, e)| v.abs() + e).collect();
+            Row {
+                value,
+                error,
+                magnitude,
+            }
+        };
+        self.products(tokens, row, roundings)
+    }
+}
+
+/// How far a weight in f16 may be from its exact value. Types whose values f16 holds are rounded once, where they leave its
+/// range. Of the others a kernel may round scaled quant, offset and difference to f16, each relative to itself. A scale that is a
+/// product (two levels of scales) may be rounded too, and where it is below f16's normal range that error is multiplied by the
+/// quant.
+fn f16_error(dtype: DType, (scaled, offset): (f64, f64)) -> f64 {
+    let weight = scaled - offset;
+    let largest_quant = match dtype {
+        // A scale that f16 does not hold has no quant that is larger than this.
+        DType::MXFP4 if weight.abs() <= 12.0 * 2.0 * TINY16 => return 13.0 * TINY16,
+        DType::F16 | DType::BF16 | DType::MXFP4 | DType::NVFP4 => {
+            return (f16::from_f64(weight).to_f64() - weight).abs()
+        }
+        DType::Q2_K => 3.0,
+        DType::Q3_K => 7.0,
+        DType::Q4_K => 15.0,
+        DType::Q5_K => 31.0,
+        DType::Q6_K => 63.0,
+        DType::IQ4_XS => 127.0,
+        _ => 0.0,
+    };
+    U16 * (scaled.abs() + offset.abs() + weight.abs()) + TINY16 * (3.0 + largest_quant)
 }
 
 #[cfg(test)]
@@ -220,10 +435,18 @@ mod tests {
             (DType::BF16, fixture!("bf16")),
             (DType::Q8_0, fixture!("q8_0")),
             (DType::Q4_0, fixture!("q4_0")),
+            (DType::Q4_1, fixture!("q4_1")),
             (DType::Q5_0, fixture!("q5_0")),
+            (DType::Q5_1, fixture!("q5_1")),
+            (DType::Q2_K, fixture!("q2_k")),
+            (DType::Q3_K, fixture!("q3_k")),
             (DType::Q4_K, fixture!("q4_k")),
             (DType::Q5_K, fixture!("q5_k")),
             (DType::Q6_K, fixture!("q6_k")),
+            (DType::IQ4_NL, fixture!("iq4_nl")),
+            (DType::IQ4_XS, fixture!("iq4_xs")),
+            (DType::MXFP4, fixture!("mxfp4")),
+            (DType::NVFP4, fixture!("nvfp4")),
         ] {
             let want: Vec<f32> = values
                 .chunks_exact(4)
@@ -248,7 +471,7 @@ mod tests {
         assert_eq!(row(DType::Q4_K, 144, 256), Some(256));
         assert_eq!(row(DType::Q4_K, 143, 256), None, "too short");
         assert_eq!(row(DType::Q4_K, 144, 255), None, "no whole block");
-        assert_eq!(row(DType::Q2_K, 84, 256), None, "no kernel reads it");
+        assert_eq!(row(DType::TQ2_0, 66, 256), None, "no kernel reads it");
         assert_eq!(dequantize_row(-5, &[0; 64], 32), None, "no such type");
     }
 

@@ -22,6 +22,11 @@ impl Sample {
         z ^ (z >> 31)
     }
 
+    /// `n` bytes.
+    pub fn bytes(&mut self, n: usize) -> Vec<u8> {
+        (0..n).map(|_| self.bits() as u8).collect()
+    }
+
     /// A whole number below `end`.
     pub fn below(&mut self, end: usize) -> usize {
         (self.bits() % end as u64) as usize
@@ -45,20 +50,25 @@ impl Sample {
     /// `n` values (whole blocks) of a GGUF weight type the kernels read: every bit pattern of the quants and small scales, so
     /// that weights stay well below 1.
     pub fn weights(&mut self, dtype: DType, n: usize) -> Vec<u8> {
-        let mut bytes: Vec<u8> = (0..n / dtype.block_len() * dtype.block_bytes())
-            .map(|_| self.bits() as u8)
-            .collect();
-        // Where each block keeps its f16 scales, and their size.
-        let (scales, size): (&[usize], f32) = match dtype {
-            DType::F16 | DType::BF16 => (&[0], 0.1),
-            DType::Q8_0 => (&[0], 0.1 / 128.0),
-            DType::Q4_0 => (&[0], 0.1 / 8.0),
-            DType::Q5_0 => (&[0], 0.1 / 16.0),
-            DType::Q4_K => (&[0, 2], 0.1 / 15.0 / 64.0),
-            DType::Q5_K => (&[0, 2], 0.1 / 31.0 / 64.0),
-            DType::Q6_K => (&[208], 0.1 / 32.0 / 128.0),
+        let mut bytes = self.bytes(n / dtype.block_len() * dtype.block_bytes());
+        // Largest f16 scale.
+        let size: f32 = match dtype {
+            DType::F16 | DType::BF16 => 0.1,
+            DType::Q8_0 => 0.1 / 128.0,
+            DType::Q4_0 => 0.1 / 8.0,
+            DType::Q4_1 | DType::Q5_0 => 0.1 / 16.0,
+            DType::Q5_1 => 0.1 / 32.0,
+            DType::Q2_K => 0.1 / 3.0 / 16.0,
+            DType::Q3_K => 0.1 / 4.0 / 32.0,
+            DType::Q4_K => 0.1 / 15.0 / 64.0,
+            DType::Q5_K => 0.1 / 31.0 / 64.0,
+            DType::Q6_K => 0.1 / 32.0 / 128.0,
+            DType::IQ4_NL => 0.1 / 128.0,
+            DType::IQ4_XS => 0.1 / 128.0 / 32.0,
+            DType::MXFP4 | DType::NVFP4 => 0.0,
             other => panic!("no kernel reads {}", other.name()),
         };
+        let scales = f16_scales(dtype);
         for block in bytes.chunks_exact_mut(dtype.block_bytes()) {
             for &at in scales {
                 let scale = self.unit() * size;
@@ -68,7 +78,26 @@ impl Sample {
                 };
                 block[at..at + 2].copy_from_slice(&stored);
             }
+            match dtype {
+                // 2^-15 to 2^-8 for half a step.
+                DType::MXFP4 => block[0] = 113 + block[0] % 8,
+                // Exponents 0 and 1.
+                DType::NVFP4 => block[..4].iter_mut().for_each(|b| *b &= 15),
+                _ => {}
+            }
         }
         bytes
+    }
+}
+
+/// Offsets of a block's 16-bit scales and offsets.
+pub fn f16_scales(dtype: DType) -> &'static [usize] {
+    match dtype {
+        DType::MXFP4 | DType::NVFP4 => &[],
+        DType::Q4_1 | DType::Q5_1 | DType::Q4_K | DType::Q5_K => &[0, 2],
+        DType::Q2_K => &[80, 82],
+        DType::Q3_K => &[108],
+        DType::Q6_K => &[208],
+        _ => &[0],
     }
 }

@@ -2,11 +2,11 @@
 
 use super::pattern::{Match, Pattern, Step};
 use super::{
-    constant_vector, exact, f32_rows, no_params_from, q8_or_none, row_stride, Constants, Decline, KernelCall, MayAlias,
+    constant_vector, exact, f32_rows, no_params_from, row_stride, Constants, Decline, HandOff, KernelCall, MayAlias,
     Resources, Window,
 };
 use crate::graph::Op;
-use crate::kernel::NormArgs;
+use crate::kernel::{NormArgs, H16, Q8};
 use std::sync::LazyLock;
 
 static STEPS: &[Step] = &[
@@ -29,8 +29,9 @@ pub static ADD_NORM: Window = Window {
     pattern: || &PATTERN,
     may_alias: MAY_ALIAS,
     uses_scratch: false,
-    q8_input: |_| None,
-    q8_output: Some("z"),
+    input_form: |_| None,
+    hands_over: Some("z"),
+    threshold: None,
     guard: guard_rows,
     scratch_bytes: |_| 0,
     calls: norm_calls,
@@ -91,7 +92,8 @@ pub(super) fn norm_calls(m: &Match, r: &Resources) -> Vec<KernelCall> {
             z.data() as _
         },
         z_stride: row_stride(z),
-        zq: q8_or_none(r.output_q8),
+        zq: r.output_q8.and_then(HandOff::q8).unwrap_or(Q8::NONE),
+        zh: r.output_h16.and_then(HandOff::h16).unwrap_or(H16::NONE),
         n_rows: h.ne()[1] as i32,
         n_cols: h.ne()[0] as i32,
         eps1,

@@ -1,6 +1,6 @@
 //! A kernel call with all its arguments: what a plan is made of.
 
-use crate::kernel::{self, CudaError, DecAttnArgs, GemvArgs, Launch, NormArgs, QkvTailArgs};
+use crate::kernel::{self, CudaError, DecAttnArgs, GemvArgs, H16Args, Launch, MmArgs, NormArgs, QkvTailArgs};
 
 /// One launch.
 #[derive(Debug, Clone, Copy)]
@@ -13,6 +13,10 @@ pub enum KernelCall {
     QkvTail(QkvTailArgs),
     /// [`kernel::dec_attn`]
     DecAttn(DecAttnArgs),
+    /// [`kernel::mm`]
+    Mm(MmArgs),
+    /// [`kernel::to_h16`]
+    ToH16(H16Args),
 }
 
 // SAFETY: the pointers are device addresses, which the host side never follows.
@@ -28,6 +32,8 @@ impl KernelCall {
             KernelCall::Gemv(args) => kernel::gemv(args, launch),
             KernelCall::QkvTail(args) => kernel::qkv_tail(args, launch),
             KernelCall::DecAttn(args) => kernel::dec_attn(args, launch),
+            KernelCall::Mm(args) => kernel::mm(args, launch),
+            KernelCall::ToH16(args) => kernel::to_h16(args, launch),
         }
     }
 }

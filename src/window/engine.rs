@@ -1,9 +1,11 @@
 //! The engine behind the hook: plans by graph, launches by node, latches errors, counts.
 
-use super::match_graph::{edges, match_graph, Edge, Matched};
+use super::hand_off::{Edge, Form, HandOff};
+use super::layout::Layout;
+use super::match_graph::{match_graph, Matched};
 use super::settings::{Settings, StatsTarget};
 use super::stats::Stats;
-use super::{KernelCall, Q8Buffer, Resources, WINDOWS};
+use super::{KernelCall, Resources, WINDOWS};
 use crate::cache::{Arena, BlockSource};
 use crate::graph::dump::GraphRecord;
 use crate::graph::host::LogLevel;
@@ -73,11 +75,17 @@ struct PlannedSite {
     start: usize,
     len: usize,
     calls: Vec<KernelCall>,
-    /// The site whose hand-off this one reads.
-    producer: Option<usize>,
-    /// Stock cannot take over: its input was never written as f32.
-    bound: bool,
-    fired: bool,
+    /// The hand-off it reads, by index, and the launch that makes it where nobody else has.
+    input: Option<(usize, Option<KernelCall>)>,
+    /// Hand-offs that it makes, by index.
+    makes: Vec<usize>,
+}
+
+/// A hand-off in the evaluation that is going on.
+struct PlannedHandOff {
+    made: bool,
+    /// Its producer writes no f32 form.
+    only_form: bool,
 }
 
 /// What to do with one graph.
@@ -88,6 +96,7 @@ struct Plan {
     /// Contents of the nodes, for graphs without a uid.
     contents: Vec<u64>,
     sites: Vec<PlannedSite>,
+    hand_offs: Vec<PlannedHandOff>,
     /// By node index: the site that starts there, plus one.
     starts: Vec<u32>,
     counts: Vec<u64>,
@@ -99,7 +108,6 @@ struct Plan {
 }
 
 /// State of one backend context.
-#[derive(Default)]
 struct Context {
     arena: Arena,
     /// Most recently used last.
@@ -108,6 +116,18 @@ struct Context {
     active: bool,
     failure: Option<String>,
     explained: HashSet<String>,
+}
+
+impl Context {
+    fn new(scratch_limit: usize) -> Context {
+        Context {
+            arena: Arena::new(scratch_limit),
+            plans: VecDeque::new(),
+            active: false,
+            failure: None,
+            explained: HashSet::new(),
+        }
+    }
 }
 
 /// Plans a context keeps. A server has a handful of graph shapes; the oldest makes room.
@@ -238,7 +258,12 @@ impl Engine {
             self.flush_messages(host);
             return;
         }
-        let shared = Arc::clone(lock(&self.contexts).entry(host.context()).or_default());
+        let limit = self.settings.scratch_limit;
+        let shared = Arc::clone(
+            lock(&self.contexts)
+                .entry(host.context())
+                .or_insert_with(|| Arc::new(Mutex::new(Context::new(limit)))),
+        );
         {
             let mut context = lock(&shared);
             context.failure = None;
@@ -281,11 +306,15 @@ impl Engine {
         if graph.node_addresses().get(run.clone()) != plan.nodes.get(run) {
             return 0;
         }
-        if site.producer.is_some_and(|p| !plan.sites[p].fired) {
-            return 0;
-        }
+        // What is to be launched before the site's own calls, and whether its input exists in no form that stock reads.
+        let (convert, bound) = match &site.input {
+            None => (None, false),
+            Some((h, _)) if plan.hand_offs[*h].made => (None, plan.hand_offs[*h].only_form),
+            Some((_, Some(convert))) => (Some(convert), false),
+            Some((_, None)) => return 0,
+        };
         enter_window(Some(site.window));
-        for (n, call) in site.calls.iter().enumerate() {
+        for (n, call) in convert.into_iter().chain(&site.calls).enumerate() {
             let launch = Launch {
                 stream: host.stream(),
                 pdl: i32::from(host.pdl() && (plan.started || !plan.waits_at_start)),
@@ -295,7 +324,7 @@ impl Engine {
             if let Err(e) = self.backend.launch(call, launch) {
                 enter_window(None);
                 let text = format!("{} at {:?}: {e}", WINDOWS[site.window].name, graph.node(i).name());
-                let recoverable = n == 0 && !site.bound;
+                let recoverable = n == 0 && !bound;
                 let (window, len) = (site.window, site.len);
                 if !recoverable {
                     *failure = Some(text.clone());
@@ -307,7 +336,10 @@ impl Engine {
         }
         enter_window(None);
         let (window, len) = (site.window, site.len);
-        plan.sites[index].fired = true;
+        let input = site.input.as_ref().map(|(h, _)| h);
+        for &h in site.makes.iter().chain(input) {
+            plan.hand_offs[h].made = true;
+        }
         lock(&self.stats).windows[window].fired += 1;
         len
     }
@@ -380,7 +412,9 @@ impl Engine {
         // A context freed while its thread ends has no current evaluation to leave.
         let _ = CURRENT.try_with(|current| current.borrow_mut().take_if(|(key, _)| *key == context));
         if let Some(shared) = lock(&self.contexts).remove(&context) {
-            lock(&shared).arena.clear(&*self.backend);
+            let arena = &mut lock(&shared).arena;
+            lock(&self.stats).scratch_bytes -= arena.bytes() as u64;
+            arena.clear(&*self.backend);
         }
     }
 
@@ -480,8 +514,8 @@ impl Engine {
         };
         let Some(mut plan) = plan else { return false };
         plan.started = false;
-        for site in &mut plan.sites {
-            site.fired = false;
+        for hand_off in &mut plan.hand_offs {
+            hand_off.made = false;
         }
         let mut stats = lock(&self.stats);
         stats.evaluations += 1;
@@ -497,13 +531,15 @@ impl Engine {
 
     fn make_plan(&self, context: &mut Context, host: &HostView, graph: GraphRef, contents: Vec<u64>) -> Option<Plan> {
         let off = lock(&self.off).clone();
-        let matched = match_graph(graph, *host, |window| !off[window]);
-        let edges = edges(&matched, graph, *host);
-        let layout = Layout::new(&matched, &edges);
-        let block = match context
+        let mut matched = match_graph(graph, *host, self.settings.thresholds, |window| !off[window]);
+        let budget = context.arena.budget();
+        let (edges, layout) = Layout::within(budget, &mut matched, graph, *host);
+        let held = context.arena.bytes();
+        let reserved = context
             .arena
-            .reserve(layout.bytes, &*self.backend, host.stream() as usize)
-        {
+            .reserve(layout.bytes, &*self.backend, host.stream() as usize);
+        lock(&self.stats).scratch_bytes += (context.arena.bytes() - held) as u64;
+        let block = match reserved {
             Ok(block) => block,
             Err(e) => {
                 let text = format!(
@@ -514,33 +550,53 @@ impl Engine {
                 return None;
             }
         };
+        let hand_off = |e: usize| HandOff {
+            form: edges[e].form,
+            address: block.scratch + layout.edges[e],
+            k: edges[e].k,
+            n_tokens: edges[e].n_tokens,
+        };
+        let mut incoming = vec![None; matched.sites.len()];
+        let mut made = vec![Vec::new(); matched.sites.len()];
+        for (e, edge) in edges.iter().enumerate() {
+            edge.consumers.iter().for_each(|&i| incoming[i] = Some(e));
+            edge.producer.into_iter().for_each(|i| made[i].push(e));
+        }
         let mut starts = vec![0; graph.len()];
         let mut sites = Vec::with_capacity(matched.sites.len());
         for (i, site) in matched.sites.iter().enumerate() {
-            let incoming = edges.iter().position(|e| e.consumers.contains(&i));
-            let outgoing = edges.iter().position(|e| e.producer == i);
-            let q8 = |e: usize| Q8Buffer::at(block.scratch + layout.edges[e], edges[e].k, edges[e].n_tokens);
+            let makes: Vec<usize> = std::mem::take(&mut made[i]);
+            let output = |form: Form| makes.iter().copied().find(|&e| edges[e].form == form).map(hand_off);
             let resources = Resources {
                 scratch: block.scratch + layout.scratch[i],
                 tickets: block.tickets,
-                input_q8: incoming.map(q8),
-                output_q8: outgoing.map(q8),
-                drop_output_f32: outgoing.is_some_and(|e| edges[e].drop_f32),
+                input: incoming[i].map(hand_off),
+                output_q8: output(Form::Q8),
+                output_h16: output(Form::H16),
+                drop_output_f32: makes.iter().any(|&e| edges[e].drop_f32),
             };
             enter_window(Some(site.window));
             let calls = (site.window().calls)(&site.m, &resources);
             enter_window(None);
             starts[site.m.start] = i as u32 + 1;
+            let input = incoming[i].map(|e| {
+                let (role, _) = (site.window().input_form)(&site.m).expect("it reads a hand-off");
+                (e, hand_off(e).convert(site.m.tensor(role)))
+            });
             sites.push(PlannedSite {
                 window: site.window,
                 start: site.m.start,
                 len: site.m.end - site.m.start,
                 calls,
-                producer: incoming.map(|e| edges[e].producer),
-                bound: incoming.is_some_and(|e| edges[e].drop_f32),
-                fired: false,
+                input,
+                makes,
             });
         }
+        let only_form = |e: &Edge| PlannedHandOff {
+            made: false,
+            only_form: e.drop_f32,
+        };
+        let hand_offs = edges.iter().map(only_form).collect();
         self.count(context, host, &matched);
         let mut counts = vec![0; WINDOWS.len()];
         for site in &sites {
@@ -552,6 +608,7 @@ impl Engine {
             nodes: graph.node_addresses().to_vec(),
             contents,
             sites,
+            hand_offs,
             starts,
             counts,
             generation: self.generation.load(Relaxed),
@@ -624,58 +681,6 @@ fn contents(graph: GraphRef) -> Vec<u64> {
         }
     }
     words
-}
-
-/// Where scratch and hand-offs of a plan lie, as offsets.
-struct Layout {
-    scratch: Vec<usize>,
-    edges: Vec<usize>,
-    bytes: usize,
-}
-
-impl Layout {
-    /// First fit by lifetime: from the run that makes a piece to the last run that reads it.
-    fn new(matched: &Matched, edges: &[Edge]) -> Layout {
-        let sites = &matched.sites;
-        let mut pieces: Vec<(usize, usize, usize)> = Vec::new();
-        let scratch_bytes: Vec<usize> = sites.iter().map(|s| (s.window().scratch_bytes)(&s.m)).collect();
-        pieces.extend(scratch_bytes.iter().enumerate().map(|(i, &bytes)| (i, i, bytes)));
-        pieces.extend(
-            edges
-                .iter()
-                .map(|e| (e.producer, *e.consumers.iter().max().expect("has one"), e.bytes())),
-        );
-
-        let mut placed: Vec<(usize, usize, usize, usize)> = Vec::new();
-        let mut offsets = vec![0; pieces.len()];
-        let mut order: Vec<usize> = (0..pieces.len()).collect();
-        order.sort_by_key(|&i| pieces[i].0);
-        for i in order {
-            let (first, last, bytes) = pieces[i];
-            let bytes = bytes.next_multiple_of(Q8Buffer::ALIGN);
-            let mut offset = 0;
-            placed.retain(|p| p.1 >= first);
-            placed.sort_by_key(|p| p.2);
-            for &(_, _, start, end) in &placed {
-                if offset + bytes <= start {
-                    break;
-                }
-                offset = offset.max(end);
-            }
-            offsets[i] = offset;
-            if bytes > 0 {
-                placed.push((first, last, offset, offset + bytes));
-            }
-        }
-        let end = |i: usize| offsets[i] + pieces[i].2.next_multiple_of(Q8Buffer::ALIGN);
-        let bytes = (0..pieces.len()).map(end).max().unwrap_or(0);
-        let edges = offsets.split_off(sites.len());
-        Layout {
-            scratch: offsets,
-            edges,
-            bytes,
-        }
-    }
 }
 
 extern "C" fn print_stats() {

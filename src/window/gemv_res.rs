@@ -3,8 +3,8 @@
 use super::mat_vec::{guard_mat_vec, launch, segment, wants_q8};
 use super::pattern::{Match, Pattern, Step};
 use super::{
-    constant_vector, exact, f32_rows, no_params_from, row_stride, Constants, Decline, KernelCall, MayAlias, Resources,
-    Window,
+    constant_vector, exact, f32_rows, no_params_from, row_stride, Constants, Decline, Form, KernelCall, MayAlias,
+    Resources, Window,
 };
 use crate::graph::Op;
 use crate::kernel::Glu;
@@ -31,8 +31,9 @@ pub static GEMV_RES: Window = Window {
     pattern: || &PATTERN,
     may_alias: MAY_ALIAS,
     uses_scratch: false,
-    q8_input: |m| wants_q8(m.tensor("w")).then_some("x"),
-    q8_output: None,
+    input_form: |m| wants_q8(m.tensor("w")).then_some(("x", Form::Q8)),
+    hands_over: None,
+    threshold: None,
     guard,
     scratch_bytes: |_| 0,
     calls,

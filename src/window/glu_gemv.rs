@@ -2,7 +2,7 @@
 
 use super::mat_vec::{guard_mat_vec, launch, segment, wants_q8};
 use super::pattern::{Match, Pattern, Step};
-use super::{f32_rows, no_params_from, row_stride, Constants, Decline, KernelCall, Resources, Window};
+use super::{f32_rows, no_params_from, row_stride, Constants, Decline, Form, KernelCall, Resources, Window};
 use crate::graph::Op;
 use crate::kernel::Glu;
 use std::sync::LazyLock;
@@ -12,7 +12,7 @@ static STEPS: &[Step] = &[
     Step::new("up", Op::MulMat, &["wu", "x"]),
     Step::new("y", Op::Glu, &["gate", "up"]),
 ];
-static PATTERN: LazyLock<Pattern> = LazyLock::new(|| Pattern::new(STEPS, &["y"]));
+pub(super) static PATTERN: LazyLock<Pattern> = LazyLock::new(|| Pattern::new(STEPS, &["y"]));
 
 /// The window.
 pub static GLU_GEMV: Window = Window {
@@ -25,8 +25,9 @@ pub static GLU_GEMV: Window = Window {
     pattern: || &PATTERN,
     may_alias: &[],
     uses_scratch: false,
-    q8_input: |m| wants_q8(m.tensor("wg")).then_some("x"),
-    q8_output: None,
+    input_form: |m| wants_q8(m.tensor("wg")).then_some(("x", Form::Q8)),
+    hands_over: None,
+    threshold: None,
     guard,
     scratch_bytes: |_| 0,
     calls,
@@ -43,8 +44,9 @@ fn activation(m: &Match) -> Option<Glu> {
     }
 }
 
-fn guard(m: &Match, constants: &Constants) -> Result<(), Decline> {
-    let y = m.tensor("y");
+/// Kind of the gated unit, if everything but the products is as the kernels can do it.
+pub(super) fn guard_glu(m: &Match) -> Result<Glu, Decline> {
+    let (y, wg, wu) = (m.tensor("y"), m.tensor("wg"), m.tensor("wu"));
     let Some(glu) = activation(m) else {
         return Err(Decline::new(
             "activation",
@@ -53,14 +55,17 @@ fn guard(m: &Match, constants: &Constants) -> Result<(), Decline> {
     };
     // Parameter 1 exchanges the halves of a packed operand, the later ones belong to kinds that are declined.
     no_params_from("y", y, 1)?;
-    guard_mat_vec(m, constants, ("wg", "x", "gate"), glu)?;
-    guard_mat_vec(m, constants, ("wu", "x", "up"), glu)?;
-    f32_rows("y", y)?;
-    let (wg, wu) = (m.tensor("wg"), m.tensor("wu"));
     if wg.raw().dtype != wu.raw().dtype || !wg.same_shape(wu) || !y.same_shape(m.tensor("gate")) {
         return Err(Decline::new("shape", format!("wg {wg:?}, wu {wu:?}, y {y:?}")));
     }
-    Ok(())
+    Ok(glu)
+}
+
+fn guard(m: &Match, constants: &Constants) -> Result<(), Decline> {
+    let glu = guard_glu(m)?;
+    guard_mat_vec(m, constants, ("wg", "x", "gate"), glu)?;
+    guard_mat_vec(m, constants, ("wu", "x", "up"), glu)?;
+    f32_rows("y", m.tensor("y"))
 }
 
 fn calls(m: &Match, r: &Resources) -> Vec<KernelCall> {

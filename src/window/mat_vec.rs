@@ -1,7 +1,7 @@
 //! What QKV_GEMV, GLU_GEMV and GEMV_RES share: a weight matrix times a few rows of activations.
 
 use super::pattern::{Match, Role};
-use super::{constant, f32_rows, no_params_from, row_stride, Constants, Decline, Resources};
+use super::{constant, f32_rows, no_params_from, row_stride, Constants, Decline, HandOff, Resources};
 use crate::graph::{DType, Tensor};
 use crate::kernel::{gemv_supports, GemvArgs, GemvSeg, Glu, Q8};
 
@@ -120,7 +120,7 @@ pub(super) fn launch(w: Tensor, x: Tensor, segments: &[GemvSeg], glu: Glu, r: &R
         x: x.data() as _,
         x_stride: row_stride(x),
         xq: if wants_q8(w) {
-            super::q8_or_none(r.input_q8)
+            r.input.and_then(HandOff::q8).unwrap_or(Q8::NONE)
         } else {
             Q8::NONE
         },

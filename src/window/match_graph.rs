@@ -1,10 +1,10 @@
-//! All windows of a graph, and the hand-offs between them.
+//! All windows of a graph.
 
 use super::checks;
 use super::pattern::{find, Match};
-use super::{Constants, Decline, Q8Buffer, Window, WINDOWS};
-use crate::graph::{GraphRef, HostView, Op, Region, Tensor};
-use std::collections::HashMap;
+use super::thresholds::Thresholds;
+use super::{Constants, Decline, Window, WINDOWS};
+use crate::graph::{GraphRef, HostView, Op};
 
 /// A place where a window fires.
 pub struct Site<'g> {
@@ -45,7 +45,12 @@ pub struct Matched<'g> {
 }
 
 /// Finds the sites of all windows that `enabled` lets through.
-pub fn match_graph<'g>(graph: GraphRef<'g>, host: HostView<'g>, enabled: impl Fn(usize) -> bool) -> Matched<'g> {
+pub fn match_graph<'g>(
+    graph: GraphRef<'g>,
+    host: HostView<'g>,
+    thresholds: Thresholds,
+    enabled: impl Fn(usize) -> bool,
+) -> Matched<'g> {
     let mut ops: Vec<Op> = graph
         .nodes()
         .map(|t| if t.is_empty() { Op::None } else { graph.op(t) })
@@ -61,7 +66,7 @@ pub fn match_graph<'g>(graph: GraphRef<'g>, host: HostView<'g>, enabled: impl Fn
             if !pattern.may_start(&ops, start) {
                 continue;
             }
-            match best(window, graph, &ops, start, host, &constants) {
+            match best(window, graph, &ops, start, host, &constants, thresholds) {
                 None => {}
                 Some(Ok(m)) => {
                     // No pattern has such a step: later windows neither start here nor run across.
@@ -96,20 +101,16 @@ fn best<'g>(
     start: usize,
     host: HostView,
     constants: &Constants,
+    thresholds: Thresholds,
 ) -> Option<Result<Match<'g>, Decline>> {
     let pattern = (window.pattern)();
     let mut first = None;
     let mut ops = ops;
     while let Some(mut m) = find(pattern, graph, ops, start) {
         checks::mark_unread_outputs(&mut m, graph);
-        let verdict = if host.cc() < window.min_cc {
-            Err(Decline::new(
-                "GPU",
-                format!("sm_{}, at least sm_{} needed", host.cc(), window.min_cc),
-            ))
-        } else {
-            (window.guard)(&m, constants).and_then(|()| checks::check(window, &m, graph, ops, host))
-        };
+        let verdict = allowed(window, &m, host, thresholds)
+            .and_then(|()| (window.guard)(&m, constants))
+            .and_then(|()| checks::check(window, &m, graph, ops, host));
         match verdict {
             Ok(()) => return Some(Ok(m)),
             Err(decline) => {
@@ -121,73 +122,14 @@ fn best<'g>(
     first.map(Err)
 }
 
-/// A result that goes from one site to others as q8 blocks.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Edge {
-    /// Index of the site that makes it.
-    pub producer: usize,
-    /// Indices of the sites that read it.
-    pub consumers: Vec<usize>,
-    /// Nobody reads the f32 form.
-    pub drop_f32: bool,
-    /// Values of a row.
-    pub k: usize,
-    /// Rows.
-    pub n_tokens: usize,
-}
-
-impl Edge {
-    /// Bytes of the hand-off.
-    pub fn bytes(&self) -> usize {
-        Q8Buffer::bytes(self.k, self.n_tokens)
+/// Has this GPU the window, and does it pay off for so many tokens?
+fn allowed(window: &Window, m: &Match, host: HostView, thresholds: Thresholds) -> Result<(), Decline> {
+    if host.cc() < window.min_cc {
+        let detail = format!("sm_{}, at least sm_{} needed", host.cc(), window.min_cc);
+        return Err(Decline::new("GPU", detail));
     }
-}
-
-/// The hand-offs between sites. There are none in a graph with concurrent regions: its nodes may still change order.
-pub fn edges(matched: &Matched, graph: GraphRef, host: HostView) -> Vec<Edge> {
-    let sites = &matched.sites;
-    if graph.nodes().any(|t| host.region(t) != Region::None) {
-        return Vec::new();
+    match window.threshold {
+        Some((weight, input)) => thresholds.check(host.cc(), m.tensor(weight), m.tensor(input)),
+        None => Ok(()),
     }
-    let mut producers: HashMap<Tensor, usize> = HashMap::new();
-    for (i, site) in sites.iter().enumerate() {
-        if let Some(role) = site.window().q8_output {
-            producers.insert(site.m.tensor(role), i);
-        }
-    }
-    let mut edges: Vec<Edge> = Vec::new();
-    let mut readers: HashMap<usize, i32> = HashMap::new();
-    for (i, site) in sites.iter().enumerate() {
-        let Some(role) = (site.window().q8_input)(&site.m) else {
-            continue;
-        };
-        let x = site.m.tensor(role);
-        let Some(&producer) = producers.get(&x) else { continue };
-        // Whole blocks, and rows of 16 bytes.
-        if x.ne()[0] % 32 != 0 || x.n_rows() > crate::kernel::MAX_TOKENS as i64 {
-            continue;
-        }
-        let uses = site
-            .m
-            .nodes()
-            .map(|(_, n)| n.srcs().filter(|&s| s == x).count() as i32)
-            .sum::<i32>();
-        *readers.entry(producer).or_default() += uses;
-        match edges.iter_mut().find(|e| e.producer == producer) {
-            Some(edge) => edge.consumers.push(i),
-            None => edges.push(Edge {
-                producer,
-                consumers: vec![i],
-                drop_f32: false,
-                k: x.ne()[0] as usize,
-                n_tokens: x.n_rows() as usize,
-            }),
-        }
-    }
-    for edge in &mut edges {
-        let site = &sites[edge.producer];
-        let x = site.m.tensor(site.window().q8_output.expect("it made the edge"));
-        edge.drop_f32 = !x.is_output() && readers[&edge.producer] == graph.uses(x);
-    }
-    edges
 }

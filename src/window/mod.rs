@@ -7,22 +7,30 @@
 
 pub mod checks;
 pub mod engine;
+mod hand_off;
+mod layout;
 mod match_graph;
 pub mod pattern;
 pub mod settings;
 mod stats;
+pub mod thresholds;
 
 mod add_norm;
 mod call;
 mod constants;
 mod dec_attn;
+mod geglu_ffn;
 mod gemv_res;
 mod glu_gemv;
+mod mat_mul;
 mod mat_vec;
+mod mm_prefill;
+mod mm_res;
 mod qkv_gemv;
 mod sandwich_norm;
 
-pub use match_graph::{edges, match_graph, Edge, Site};
+pub use hand_off::{edges, Edge, Form, HandOff};
+pub use match_graph::{match_graph, Site};
 pub use stats::{Counters, Stats};
 
 use crate::graph::Tensor;
@@ -92,40 +100,15 @@ pub struct Resources {
     pub scratch: usize,
     /// [`crate::cache::TICKET_BYTES`] of counters that are zero and are left so.
     pub tickets: usize,
-    /// The input as q8 blocks, when its producer hands it over.
-    pub input_q8: Option<Q8Buffer>,
+    /// The input in the form that [`Window::input_form`] names: always for [`Form::H16`], for [`Form::Q8`] when its producer
+    /// hands it over.
+    pub input: Option<HandOff>,
     /// Where to leave the output as q8 blocks, when a reader wants them.
-    pub output_q8: Option<Q8Buffer>,
+    pub output_q8: Option<HandOff>,
+    /// Where to leave the output as f16, when a reader wants it.
+    pub output_h16: Option<HandOff>,
     /// The f32 form of the output is read by nobody.
     pub drop_output_f32: bool,
-}
-
-/// Device memory of a q8 hand-off: see `frt_q8` in `csrc/flashrt_kernels.h`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Q8Buffer {
-    /// Quants: `[n_tokens][k]` bytes.
-    pub qs: usize,
-    /// Scales and sums: `[n_tokens][k / 32][2]` floats.
-    pub ds: usize,
-}
-
-impl Q8Buffer {
-    /// Alignment of a hand-off.
-    pub const ALIGN: usize = 256;
-
-    /// Bytes of a hand-off of `n_tokens` rows of `k` values.
-    pub fn bytes(k: usize, n_tokens: usize) -> usize {
-        let qs = (k * n_tokens).next_multiple_of(Self::ALIGN);
-        qs + (k / 32 * n_tokens * 8).next_multiple_of(Self::ALIGN)
-    }
-
-    /// A hand-off at `address`.
-    pub fn at(address: usize, k: usize, n_tokens: usize) -> Q8Buffer {
-        Q8Buffer {
-            qs: address,
-            ds: address + (k * n_tokens).next_multiple_of(Self::ALIGN),
-        }
-    }
 }
 
 /// One window of the table.
@@ -148,10 +131,13 @@ pub struct Window {
     pub may_alias: &'static [MayAlias],
     /// Kernels hand intermediate results through scratch memory.
     pub uses_scratch: bool,
-    /// The input that could come as q8 blocks, if this match wants them.
-    pub q8_input: fn(&Match) -> Option<Role>,
-    /// The output that could be left as q8 blocks, its f32 form then unwritten when nobody reads it.
-    pub q8_output: Option<Role>,
+    /// The input that this match takes in another form than f32, and the form.
+    pub input_form: fn(&Match) -> Option<(Role, Form)>,
+    /// The output that can be left in any [`Form`], its f32 form then unwritten when nobody reads it.
+    pub hands_over: Option<Role>,
+    /// Weight and input, where the number of tokens from which on the window is faster than stock depends on the weight's type: see
+    /// [`thresholds`].
+    pub threshold: Option<(Role, Role)>,
     /// Types, shapes, strides and parameters.
     pub guard: fn(&Match, &Constants) -> Result<(), Decline>,
     /// Scratch bytes a match needs.
@@ -174,6 +160,9 @@ pub static WINDOWS: &[&Window] = &[
     &glu_gemv::GLU_GEMV,
     &dec_attn::DEC_ATTN,
     &gemv_res::GEMV_RES,
+    &geglu_ffn::GEGLU_FFN,
+    &mm_res::MM_RES,
+    &mm_prefill::MM_PREFILL,
 ];
 
 /// Index of QKV_GEMV in [`WINDOWS`].
@@ -235,12 +224,4 @@ fn no_params_from(role: Role, t: Tensor, first: usize) -> Result<(), Decline> {
             format!("{role} {t:?} has parameter {} set", first + i),
         )),
     }
-}
-
-/// A hand-off as kernels take it.
-fn q8_or_none(buffer: Option<Q8Buffer>) -> crate::kernel::Q8 {
-    buffer.map_or(crate::kernel::Q8::NONE, |b| crate::kernel::Q8 {
-        qs: b.qs as _,
-        ds: b.ds as _,
-    })
 }

@@ -4,7 +4,7 @@
 
 use super::mat_vec::{guard_mat_vec, launch, segment, wants_q8};
 use super::pattern::{Match, Pattern, Role, Step};
-use super::{any, constant_vector, no_params_from, Constants, Decline, KernelCall, MayAlias, Resources, Window};
+use super::{any, constant_vector, no_params_from, Constants, Decline, Form, KernelCall, MayAlias, Resources, Window};
 use crate::graph::{DType, Op, Tensor};
 use crate::kernel::{Glu, QkvPart, QkvTailArgs, Rope, RopeMode};
 use std::sync::LazyLock;
@@ -42,8 +42,12 @@ pub static QKV_GEMV: Window = Window {
     pattern: || &PATTERN,
     may_alias: MAY_ALIAS,
     uses_scratch: true,
-    q8_input: |m| ["wq", "wk", "wv"].iter().all(|w| wants_q8(m.tensor(w))).then_some("x"),
-    q8_output: None,
+    input_form: |m| {
+        let all = ["wq", "wk", "wv"].iter().all(|w| wants_q8(m.tensor(w)));
+        all.then_some(("x", Form::Q8))
+    },
+    hands_over: None,
+    threshold: None,
     guard,
     scratch_bytes: |m| {
         BRANCHES

@@ -1,5 +1,6 @@
 //! The switches users have, read once from the environment.
 
+use super::thresholds::Thresholds;
 use super::WINDOWS;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -28,6 +29,10 @@ pub struct Settings {
     pub dump: Option<PathBuf>,
     /// Most graphs recorded.
     pub dump_max: usize,
+    /// From how many tokens on mat-muls are taken.
+    pub thresholds: Thresholds,
+    /// Most bytes of device memory that a context holds for scratch and hand-offs.
+    pub scratch_limit: usize,
     /// Lines about names that nobody knows.
     pub warnings: Vec<String>,
 }
@@ -66,6 +71,14 @@ pub static SWITCHES: &[Switch] = &[
         name: "GGML_FLASHRT_DUMP_MAX",
         does: "most graphs to record (default 64)",
     },
+    Switch {
+        name: "GGML_FLASHRT_MM_MIN_TOKENS",
+        does: "least tokens of MM_PREFILL, MM_RES and GEGLU_FFN, for all weight types (default: `flashrt windows` lists them)",
+    },
+    Switch {
+        name: "GGML_FLASHRT_SCRATCH_MIB",
+        does: "most device memory that a context holds for scratch and hand-offs, in MiB (default 256)",
+    },
 ];
 
 /// Names of windows and options that other adapters have and this version does not: known, without effect.
@@ -80,6 +93,7 @@ static FOREIGN: &[&str] = &[
 ];
 
 const DUMP_MAX: usize = 64;
+const SCRATCH_MIB: usize = 256;
 
 impl Settings {
     /// From the process's environment.
@@ -96,8 +110,22 @@ impl Settings {
             .iter()
             .map(|w| vars.remove(w.switch).map_or(!w.on_by_default, |v| v != "0"))
             .collect();
-        let mut take = |name: &str| vars.remove(name).filter(|v| v != "0");
         let mut warnings = Vec::new();
+        // Of a number 0 is a value like others.
+        let mut number = |name: &str, default: Option<usize>| match vars.remove(name).map(|v| v.parse().map_err(|_| v))
+        {
+            None => default,
+            Some(Ok(n)) => Some(n),
+            Some(Err(v)) => {
+                let used = default.map_or("its default".to_owned(), |n| n.to_string());
+                warnings.push(format!("{name}={v} is not a number; {used} is used"));
+                default
+            }
+        };
+        let dump_max = number("GGML_FLASHRT_DUMP_MAX", Some(DUMP_MAX)).unwrap_or_default();
+        let scratch_mib = number("GGML_FLASHRT_SCRATCH_MIB", Some(SCRATCH_MIB)).unwrap_or_default();
+        let mm_min_tokens = number("GGML_FLASHRT_MM_MIN_TOKENS", None);
+        let mut take = |name: &str| vars.remove(name).filter(|v| v != "0");
         let disabled = take("GGML_FLASHRT_DISABLE").is_some() | take("GGML_CUDA_FLASHRT_DISABLE").is_some();
         let stats = take("GGML_FLASHRT_STATS").map(|v| match v.as_str() {
             "" | "1" => StatsTarget::Stderr,
@@ -105,14 +133,6 @@ impl Settings {
         });
         let debug = take("GGML_FLASHRT_DEBUG").is_some();
         let dump = take("GGML_FLASHRT_DUMP").filter(|v| !v.is_empty()).map(PathBuf::from);
-        let dump_max = match take("GGML_FLASHRT_DUMP_MAX").map(|v| v.parse().map_err(|_| v)) {
-            None => DUMP_MAX,
-            Some(Ok(n)) => n,
-            Some(Err(v)) => {
-                warnings.push(format!("GGML_FLASHRT_DUMP_MAX={v} is not a number; {DUMP_MAX} is used"));
-                DUMP_MAX
-            }
-        };
         for name in FOREIGN {
             if take(name).is_some() {
                 warnings.push(format!("{name} has no effect: this build has no such window"));
@@ -138,6 +158,10 @@ impl Settings {
             stats,
             dump,
             dump_max,
+            thresholds: Thresholds {
+                mm_min_tokens: mm_min_tokens.map(|n| i64::try_from(n).unwrap_or(i64::MAX)),
+            },
+            scratch_limit: scratch_mib.saturating_mul(1 << 20),
             warnings,
         }
     }
@@ -223,8 +247,28 @@ mod tests {
 
     #[test]
     fn a_bad_number_is_said() {
-        let s = settings(&[("GGML_FLASHRT_DUMP_MAX", "many")]);
+        let s = settings(&[
+            ("GGML_FLASHRT_DUMP_MAX", "many"),
+            ("GGML_FLASHRT_SCRATCH_MIB", "-1"),
+            ("GGML_FLASHRT_MM_MIN_TOKENS", ""),
+        ]);
         assert_eq!(s.dump_max, DUMP_MAX);
+        assert_eq!(s.scratch_limit, 256 << 20);
+        assert_eq!(s.thresholds, Thresholds::default());
+        assert_eq!(s.warnings.len(), 3);
         assert!(s.warnings[0].contains("many"));
+    }
+
+    #[test]
+    fn numbers_are_taken_as_they_are_even_zero() {
+        let s = settings(&[
+            ("GGML_FLASHRT_DUMP_MAX", "0"),
+            ("GGML_FLASHRT_SCRATCH_MIB", "0"),
+            ("GGML_FLASHRT_MM_MIN_TOKENS", "0"),
+        ]);
+        assert_eq!((s.dump_max, s.scratch_limit), (0, 0));
+        assert_eq!(s.thresholds.mm_min_tokens, Some(0));
+        assert!(s.warnings.is_empty());
+        assert_eq!(settings(&[("GGML_FLASHRT_SCRATCH_MIB", "64")]).scratch_limit, 64 << 20);
     }
 }

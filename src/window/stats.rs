@@ -26,6 +26,8 @@ pub struct Stats {
     pub evaluations: u64,
     /// Plans made.
     pub plans: u64,
+    /// Device memory held for scratch and hand-offs, of all contexts.
+    pub scratch_bytes: u64,
     /// Why the layer is off, if it is.
     pub disabled: Option<String>,
 }
@@ -36,6 +38,7 @@ impl Default for Stats {
             windows: vec![Counters::default(); WINDOWS.len()],
             evaluations: 0,
             plans: 0,
+            scratch_bytes: 0,
             disabled: None,
         }
     }
@@ -49,6 +52,7 @@ impl Stats {
             "windows": windows,
             "evaluations": self.evaluations,
             "plans": self.plans,
+            "scratch_bytes": self.scratch_bytes,
             "disabled": self.disabled,
             "archs": crate::kernel::archs(),
         })
@@ -62,7 +66,13 @@ impl Stats {
         if let Some(why) = &self.disabled {
             let _ = writeln!(table, "flashrt: off: {why}");
         }
-        let _ = writeln!(table, "flashrt: {} evaluations, {} plans", self.evaluations, self.plans);
+        let _ = writeln!(
+            table,
+            "flashrt: {} evaluations, {} plans, {:.1} MiB of scratch",
+            self.evaluations,
+            self.plans,
+            self.scratch_bytes as f64 / f64::from(1 << 20)
+        );
         let _ = writeln!(
             table,
             "{:<14} {:>6} {:>10} {:>10}  declined",

@@ -3,7 +3,8 @@
 #![allow(dead_code)] // each test file uses its part
 
 use ggml_flashrt::kernel::cudart::{current_device, device_count, Buffer, Plain, Stream};
-use ggml_flashrt::kernel::{Launch, Q8};
+use ggml_flashrt::kernel::{Launch, H16, Q8};
+use ggml_flashrt::reference::h16::{lay_out, H16Row};
 use ggml_flashrt::reference::quant::Q8Row;
 use ggml_flashrt::reference::{compare, Bounded};
 
@@ -65,6 +66,8 @@ impl Gpu {
 
 /// Keeps the payload on 256 bytes, and notices writes of any vector width beyond it.
 const GUARD_BYTES: usize = 256;
+/// Room to bring the payload of f16 rows onto their alignment.
+const H16_GUARD: usize = 2 * H16::ALIGN;
 /// Also NaN as f32, f16 and bf16.
 const POISON: u8 = 0xff;
 
@@ -164,6 +167,66 @@ impl Q8Output {
             bytes(&self.ds.read(stream)),
             bytes(want.ds.as_flattened()),
             "{case}: scales and sums"
+        );
+    }
+}
+
+/// f16 rows of `n_tokens` rows of `k` values, poisoned.
+pub struct H16Output {
+    x: Buffer<u8>,
+    scale: Output<f32>,
+    k: usize,
+    n_tokens: usize,
+}
+
+impl H16Output {
+    pub fn new(gpu: &Gpu, n_tokens: usize, k: usize) -> H16Output {
+        let output = H16Output {
+            x: Buffer::new(H16::bytes(k, n_tokens) + 2 * H16_GUARD).unwrap(),
+            scale: gpu.output(n_tokens),
+            k,
+            n_tokens,
+        };
+        output.reset(&gpu.stream);
+        output
+    }
+
+    /// The payload lies on [`H16::ALIGN`], with at least that much poison on both sides.
+    fn first(&self) -> usize {
+        let start = self.x.raw() as usize;
+        (start + H16::ALIGN).next_multiple_of(H16::ALIGN) - start
+    }
+
+    pub fn raw(&self) -> H16 {
+        H16 {
+            x: self.x.at(self.first()).cast(),
+            scale: self.scale.raw(),
+        }
+    }
+
+    pub fn reset(&self, stream: &Stream) {
+        self.x.fill(POISON, stream).unwrap();
+        self.scale.reset(stream);
+    }
+
+    /// The rows must be, bit by bit, what converting `values` gives, and nothing else may have been written.
+    pub fn expect(&self, stream: &Stream, values: &[f32], case: &str) {
+        let rows: Vec<H16Row> = values.chunks(self.k).map(H16Row::new).collect();
+        assert_eq!(rows.len(), self.n_tokens);
+        let (want, scale) = lay_out(&rows);
+        assert_eq!(bytes(&self.scale.read(stream)), bytes(&scale), "{case}: scales");
+        let all = self.x.to_vec(stream).unwrap();
+        let payload = self.first()..self.first() + want.len();
+        for (i, (want, got)) in want.chunks(2).zip(all[payload.clone()].chunks(2)).enumerate() {
+            let nan = |b: &[u8]| b[1] & 0x7c == 0x7c && b != [0, b[1] & 0xfc];
+            // Which NaN it is does not matter, but where nothing is to be written the poison stays.
+            let same = want == got || (nan(want) && nan(got) && want != [POISON; 2]);
+            assert!(same, "{case}: f16 number {i} is {got:x?}, expected {want:x?}");
+        }
+        let outside = all[..payload.start].iter().chain(&all[payload.end..]);
+        assert!(
+            outside.clone().all(|b| *b == POISON),
+            "{case}: the kernel wrote beside its f16 rows"
         );
     }
 }

@@ -4,9 +4,12 @@
 use ggml_flashrt::cache::{BlockSource, TICKET_BYTES};
 use ggml_flashrt::graph::dump::{GraphRecord, TensorRecord};
 use ggml_flashrt::graph::{DType, Op, OwnedGraph, FLAG_COMPUTE};
-use ggml_flashrt::kernel::{CudaError, DecAttnArgs, GemvArgs, Launch, NormArgs, QkvPart, QkvTailArgs};
+use ggml_flashrt::kernel::{
+    CudaError, DecAttnArgs, GemvArgs, H16Args, Launch, MmArgs, NormArgs, QkvPart, QkvTailArgs, H16,
+};
 use ggml_flashrt::window::engine::{Backend, Engine, EvalStatus};
 use ggml_flashrt::window::settings::Settings;
+use ggml_flashrt::window::thresholds::Thresholds;
 use ggml_flashrt::window::{KernelCall, WINDOWS};
 use half::{bf16, f16};
 use std::collections::HashMap;
@@ -22,8 +25,8 @@ pub struct Memory {
     base: usize,
     bytes: Vec<u8>,
     arena: Vec<u8>,
-    /// Hand-offs, by the address of their quants. Kept exact: what is tested is who reads what, not the quantiser.
-    handed_over: HashMap<usize, Vec<f64>>,
+    /// Hand-offs, by address: their bytes, and the row. Kept exact: what is tested is who reads what, not the quantiser.
+    handed_over: HashMap<usize, (usize, Vec<f64>)>,
 }
 
 impl Memory {
@@ -89,8 +92,30 @@ impl Memory {
         }
     }
 
+    /// A row of a hand-off, in `len` bytes of its own.
+    fn hand_over(&mut self, address: usize, len: usize, row: Vec<f64>) {
+        self.drop_hand_offs(address, len);
+        self.arena[address - ARENA..][..len].fill(0xee);
+        self.handed_over.insert(address, (len, row));
+    }
+
+    /// Whatever is written over a hand-off destroys it.
+    fn drop_hand_offs(&mut self, address: usize, len: usize) {
+        self.handed_over
+            .retain(|start, (n, _)| address + len <= *start || start + *n <= address);
+    }
+
+    fn received(&self, address: usize) -> Vec<f64> {
+        let found = self.handed_over.get(&address);
+        found
+            .unwrap_or_else(|| panic!("a hand-off that nobody made is read"))
+            .1
+            .clone()
+    }
+
     fn write_bytes(&mut self, address: usize, bytes: &[u8]) {
         if address >= ARENA {
+            self.drop_hand_offs(address, bytes.len());
             self.arena[address - ARENA..][..bytes.len()].copy_from_slice(bytes);
         } else {
             self.bytes[address - self.base..][..bytes.len()].copy_from_slice(bytes);
@@ -390,8 +415,11 @@ fn run_norm(m: &mut Memory, a: &NormArgs) {
                 m.store(at(a.z as usize, a.z_stride) + 4 * i, 0, *z);
             }
         }
+        if !a.zh.x.is_null() {
+            hand_over_h16(m, a.zh, n, a.n_rows as usize, row, z.clone());
+        }
         if !a.zq.qs.is_null() {
-            m.handed_over.insert(a.zq.qs as usize + row * n, z);
+            m.hand_over(a.zq.qs as usize + row * n, n, z);
         }
     }
 }
@@ -402,10 +430,10 @@ fn run_gemv(m: &mut Memory, a: &GemvArgs) {
         let product = |m: &Memory, seg: usize, row: usize| -> f64 {
             let s = &a.seg[seg];
             let w = m.weights(s.w as usize + row * s.row_bytes as usize, a.ty, k);
-            let x = match m.handed_over.get(&(a.xq.qs as usize + t * k)) {
-                _ if a.xq.qs.is_null() => m.f32s(a.x as usize + t * a.x_stride as usize * 4, k),
-                Some(row) => row.clone(),
-                None => panic!("a hand-off that nobody made is read"),
+            let x = if a.xq.qs.is_null() {
+                m.f32s(a.x as usize + t * a.x_stride as usize * 4, k)
+            } else {
+                m.received(a.xq.qs as usize + t * k)
             };
             let mut sum: f64 = w.iter().zip(&x).map(|(w, x)| w * x).sum();
             if !s.bias.is_null() {
@@ -432,6 +460,56 @@ fn run_gemv(m: &mut Memory, a: &GemvArgs) {
                 let value = product(m, i, row);
                 m.store(s.dst as usize + (t * s.dst_stride as usize + row) * 4, 0, value);
             }
+        }
+    }
+}
+
+/// A row of f16 in its share of the hand-off's bytes.
+fn hand_over_h16(m: &mut Memory, x: H16, k: usize, n_tokens: usize, token: usize, row: Vec<f64>) {
+    assert!(x.x as usize % H16::ALIGN == 0 && k % H16::COLUMNS == 0);
+    let share = H16::bytes(k, n_tokens) / n_tokens.next_multiple_of(8);
+    m.write_bytes(x.scale as usize + 4 * token, &1f32.to_le_bytes());
+    m.hand_over(x.x as usize + token * share, share, row);
+}
+
+fn received_h16(m: &Memory, x: H16, k: usize, n_tokens: usize, token: usize) -> Vec<f64> {
+    let share = H16::bytes(k, n_tokens) / n_tokens.next_multiple_of(8);
+    assert_eq!(
+        m.f32(x.scale as usize + 4 * token),
+        1.0,
+        "somebody wrote over the scales"
+    );
+    m.received(x.x as usize + token * share)
+}
+
+fn run_to_h16(m: &mut Memory, a: &H16Args) {
+    let (k, n_tokens) = (a.k as usize, a.n_tokens as usize);
+    for t in 0..n_tokens {
+        let x = m.f32s(a.x as usize + t * a.x_stride as usize * 4, k);
+        hand_over_h16(m, a.y, k, n_tokens, t, x);
+    }
+}
+
+fn run_mm(m: &mut Memory, a: &MmArgs) {
+    let (k, n_tokens) = (a.k as usize, a.n_tokens as usize);
+    for t in 0..n_tokens {
+        for row in 0..a.n_rows as usize {
+            let x = received_h16(m, a.x, k, n_tokens, t);
+            let product = |w: *const std::ffi::c_void| -> f64 {
+                let w = m.weights(w as usize + row * a.row_bytes as usize, a.ty, k);
+                w.iter().zip(&x).map(|(w, x)| w * x).sum()
+            };
+            let mut sum = product(a.w);
+            if a.glu >= 0 {
+                sum = activation(a.glu, sum) * product(a.w2);
+            }
+            if !a.bias.is_null() {
+                sum += m.f32(a.bias as usize + 4 * row);
+            }
+            if !a.res.is_null() {
+                sum += m.f32(a.res as usize + (t * a.res_stride as usize + row) * 4);
+            }
+            m.store(a.dst as usize + (t * a.dst_stride as usize + row) * 4, 0, sum);
         }
     }
 }
@@ -572,6 +650,8 @@ impl Backend for FakeDevice {
             KernelCall::Norm(a) => run_norm(&mut m, &a),
             KernelCall::Gemv(a) => run_gemv(&mut m, &a),
             KernelCall::DecAttn(a) => run_dec_attn(&mut m, &a),
+            KernelCall::Mm(a) => run_mm(&mut m, &a),
+            KernelCall::ToH16(a) => run_to_h16(&mut m, &a),
             KernelCall::QkvTail(a) => a.part[..a.n_parts as usize]
                 .iter()
                 .for_each(|p| run_part(&mut m, &a, p)),
@@ -600,9 +680,21 @@ pub struct FusedRun {
     pub status: EvalStatus,
 }
 
-/// Settings with every window on, also those that wait for their evidence.
+/// Tokens from which on tests let mat-mul windows fire: one more than the mat-vec windows take.
+pub const MANY_TOKENS: i64 = 5;
+
+/// Mat-muls from [`MANY_TOKENS`] on.
+pub const FROM_MANY: Thresholds = Thresholds {
+    mm_min_tokens: Some(MANY_TOKENS),
+};
+
+/// Settings with every window on, also those that wait for their evidence, and mat-muls from [`MANY_TOKENS`] on.
 pub fn all_on() -> Settings {
-    Settings::from_vars(WINDOWS.iter().map(|w| (w.switch.to_owned(), "0".to_owned())))
+    let switches = WINDOWS.iter().map(|w| (w.switch.to_owned(), "0".to_owned()));
+    Settings {
+        thresholds: FROM_MANY,
+        ..Settings::from_vars(switches)
+    }
 }
 
 /// Memory after running the graph as the host's loop does, with the engine in it.
@@ -657,7 +749,8 @@ pub fn observable(record: &GraphRecord) -> Vec<usize> {
         .collect()
 }
 
-/// Both runs left the same values, up to rounding of intermediate results to f32.
+/// Both runs left the same values, up to rounding of intermediate results to f32, which may tip a result over to its neighbour in
+/// its own type.
 pub fn difference(record: &GraphRecord, stock: &Memory, fused: &Memory) -> Option<String> {
     for id in observable(record) {
         let t = &record.tensors[id];
@@ -666,8 +759,13 @@ pub fn difference(record: &GraphRecord, stock: &Memory, fused: &Memory) -> Optio
             .iter()
             .filter(|v| v.is_finite())
             .fold(1e-3f64, |m, v| m.max(v.abs()));
+        let step = if t.dtype == DType::BF16 as i32 {
+            2f64.powi(-7)
+        } else {
+            2e-3
+        };
         for (i, (w, g)) in want.iter().zip(&got).enumerate() {
-            let same = (w.is_nan() && g.is_nan()) || w == g || (w - g).abs() <= 2e-3 * scale;
+            let same = (w.is_nan() && g.is_nan()) || w == g || (w - g).abs() <= step * scale;
             if !same {
                 return Some(format!("{} [{i}]: {g}, the nodes give {w}", t.name));
             }

@@ -64,7 +64,7 @@ impl Shape {
             n_head: 2,
             n_head_kv: 1,
             head_dim: 64,
-            n_ff: 96,
+            n_ff: 128,
             n_vocab: 32,
             n_kv: 8,
             ..Shape::small(family)

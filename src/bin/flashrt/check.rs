@@ -57,11 +57,15 @@ pub fn run(args: &Args) -> Result<()> {
     })?;
     let host = Host::open(&host_dir(args.host_dir.as_deref()))?;
     let model = host.load(&args.model)?;
-    let options = check::Options {
+    let settings = Settings::from_env();
+    let mut options = check::Options {
         threads: args.threads,
-        off: Settings::from_env().off,
+        off: settings.off,
         ..check::Options::default()
     };
+    if settings.thresholds.mm_min_tokens.is_some() {
+        options.thresholds = settings.thresholds;
+    }
     let report = check::run(&model, &options)?;
     if args.json {
         output::print(&format!(

@@ -5,6 +5,7 @@ use anyhow::{bail, Context, Result};
 use flate2::read::MultiGzDecoder;
 use ggml_flashrt::graph::dump::GraphRecord;
 use ggml_flashrt::graph::OwnedGraph;
+use ggml_flashrt::window::settings::Settings;
 use ggml_flashrt::window::{match_graph, WINDOWS};
 use serde_json::{json, Value};
 use std::collections::BTreeMap;
@@ -86,7 +87,7 @@ struct Found<'g> {
 impl<'g> Found<'g> {
     fn new(number: usize, graph: &'g GraphRecord) -> Result<Self> {
         let owned = OwnedGraph::new(graph).with_context(|| format!("graph {number}"))?;
-        let matched = match_graph(owned.graph(), owned.host(), |_| true);
+        let matched = match_graph(owned.graph(), owned.host(), Settings::from_env().thresholds, |_| true);
         let sites = matched
             .sites
             .iter()

@@ -1,8 +1,9 @@
-//! `flashrt windows`: the table of windows.
+//! `flashrt windows`: the table of windows, and from how many tokens on the mat-mul windows take a product.
 
 use crate::output;
 use anyhow::Result;
 use ggml_flashrt::window::settings::{Settings, SWITCHES};
+use ggml_flashrt::window::thresholds::FAMILIES;
 use ggml_flashrt::window::{self, WINDOWS};
 
 /// Arguments of `flashrt windows`.
@@ -32,8 +33,12 @@ pub fn run(args: Args) -> Result<()> {
                     "switch": w.switch, "status": status(i)})
             })
             .collect();
+        let thresholds: Vec<_> = least_tokens(&settings)
+            .map(|(cc, name, least)| serde_json::json!({"cc": cc, "weight_type": name, "least_tokens": least}))
+            .collect();
         let archs = ggml_flashrt::kernel::archs();
-        let all = serde_json::json!({"windows": windows, "compiled": window::compiled(), "archs": archs});
+        let all = serde_json::json!({"windows": windows, "thresholds": thresholds, "compiled": window::compiled(),
+            "archs": archs});
         return output::print(&format!("{all:#}\n"));
     }
     let rows: Vec<_> = WINDOWS
@@ -50,10 +55,35 @@ pub fn run(args: Args) -> Result<()> {
             ]
         })
         .collect();
+    let takers: Vec<_> = WINDOWS
+        .iter()
+        .filter(|w| w.threshold.is_some())
+        .map(|w| w.name)
+        .collect();
+    let from = match settings.thresholds.mm_min_tokens {
+        Some(_) => "from GGML_FLASHRT_MM_MIN_TOKENS",
+        None => "provisional: not measured yet",
+    };
+    let least: Vec<_> = least_tokens(&settings)
+        .map(|(cc, name, least)| [format!("sm_{cc}a"), name.to_owned(), least.to_string()])
+        .collect();
     let switches: Vec<_> = SWITCHES.iter().map(|s| [s.name.into(), s.does.into()]).collect();
     output::print(&format!(
-        "{}\n{}",
+        "{}\n{} take products from so many tokens on ({from}):\n{}\n{}",
         output::table(["window", "archs", "status", "switch", "computes"], &rows),
+        takers.join(", "),
+        output::table(["GPU", "weights", "least tokens"], &least),
         output::table(["switch", "effect"], &switches)
     ))
+}
+
+/// Compute capability (times 10), weight type and least tokens of the mat-mul windows.
+fn least_tokens(settings: &Settings) -> impl Iterator<Item = (i32, &'static str, i64)> + '_ {
+    let lines = FAMILIES
+        .iter()
+        .flat_map(|f| f.least_tokens.iter().map(|(dtype, _)| (f.cc, *dtype)));
+    lines.map(|(cc, dtype)| {
+        let least = settings.thresholds.least_tokens(cc, dtype);
+        (cc, dtype.name(), least.expect("a line of the table"))
+    })
 }
