@@ -123,6 +123,31 @@ fn an_unpatched_build_is_the_stock_arm_when_given() {
 }
 
 #[test]
+fn the_mask_patch_is_in_both_arms_or_in_none() {
+    let scratch = Scratch::new();
+    let host = scratch.tool("host", "llama-bench", &llama_bench(150, 7));
+    let stock = scratch.tool("stock", "llama-bench", &llama_bench(90, 0));
+    let run = || {
+        let mut command = bench(&scratch, &host);
+        command.arg("--stock").arg(&stock).args(["--setting", "default"]);
+        command
+    };
+    let patch = |build: &Path| {
+        let library = "\0flashrt: attention masks are filled by ranges of positions\n\0";
+        std::fs::write(build.join("bin/libllama.so"), library).unwrap();
+    };
+    patch(&host);
+    assert!(complaint(&mut run()).contains("only the host build has the mask patch"));
+    assert!(!scratch.path("report.json").exists());
+    patch(&stock);
+    stdout(&mut run());
+    assert_eq!(
+        report(&scratch)["build"]["baseline"],
+        "a build with the mask patch alone"
+    );
+}
+
+#[test]
 fn off_over_stock_switches_the_adapter_off() {
     let scratch = Scratch::new();
     let host = scratch.tool("host", "llama-bench", &llama_bench(150, 7));

@@ -49,7 +49,7 @@ pub struct Switch {
 pub static SWITCHES: &[Switch] = &[
     Switch {
         name: "GGML_FLASHRT_DISABLE",
-        does: "switches everything off",
+        does: "switches all windows off",
     },
     Switch {
         name: "GGML_CUDA_FLASHRT_DISABLE",
@@ -79,7 +79,14 @@ pub static SWITCHES: &[Switch] = &[
         name: "GGML_FLASHRT_SCRATCH_MIB",
         does: "most device memory that a context holds for scratch and hand-offs, in MiB (default 256)",
     },
+    Switch {
+        name: MASK_FILL,
+        does: "with the mask patch: attention masks are left to llama.cpp",
+    },
 ];
+
+/// Read by host/mask, inside libllama: known here so that it is not called unknown.
+const MASK_FILL: &str = "GGML_FLASHRT_NO_MASK_FILL";
 
 /// Names of windows and options that other adapters have and this version does not: known, without effect.
 static FOREIGN: &[&str] = &[
@@ -133,6 +140,7 @@ impl Settings {
         });
         let debug = take("GGML_FLASHRT_DEBUG").is_some();
         let dump = take("GGML_FLASHRT_DUMP").filter(|v| !v.is_empty()).map(PathBuf::from);
+        take(MASK_FILL);
         for name in FOREIGN {
             if take(name).is_some() {
                 warnings.push(format!("{name} has no effect: this build has no such window"));
@@ -222,6 +230,14 @@ mod tests {
             "GGML_FLASHRT_STATS",
         ] {
             assert!(s.warnings[0].contains(name), "{}", s.warnings[0]);
+        }
+    }
+
+    #[test]
+    fn every_listed_switch_is_known() {
+        for switch in SWITCHES {
+            let s = settings(&[(switch.name, "1")]);
+            assert!(s.warnings.is_empty(), "{:?}", s.warnings);
         }
     }
 

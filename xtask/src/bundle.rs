@@ -47,6 +47,9 @@ pub struct BundleArgs {
     /// Include cuBLAS, for a machine that has a driver and nothing else of CUDA
     #[arg(long)]
     pub with_cublas: bool,
+    /// Fill attention masks by ranges (host/mask), in the adapter's build and in stock's
+    #[arg(long)]
+    pub mask: bool,
     /// CUDA architectures of the host binaries
     #[arg(long, default_value = "90", value_parser = tools::cmake_archs)]
     pub arch: String,
@@ -68,6 +71,7 @@ pub fn run(context: &Context, args: &BundleArgs) -> Result<()> {
         backend: Backend::Cuda,
         arch: args.arch.clone(),
         hook,
+        mask: args.mask,
         extent: Extent::Programs,
         llama: args.llama.clone(),
     };

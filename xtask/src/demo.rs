@@ -64,6 +64,7 @@ fn on_gpu(context: &Context, args: &DemoArgs, gpu: &Gpu) -> Result<()> {
         backend: Backend::Cuda,
         arch: gpu.arch.clone(),
         hook,
+        mask: false,
         extent: Extent::Programs,
         llama: args.llama.clone(),
     };

@@ -1,13 +1,14 @@
-//! Builds llama.cpp: on the CPU for `flashrt check`, with CUDA with and without the hook.
+//! Builds llama.cpp: on the CPU for `flashrt check`, with CUDA with and without the hook; each with and without the mask patch.
 //!
-//! The patched copy and its build lie in a tree of their own, `hook`, that repeats the layout of the stock one. So a file has
-//! the same path from its build directory in both, and a compiler cache gives all objects but ggml-cuda.cu's to both.
+//! A patched copy and its build lie in a tree of their own (`hook`, `mask`, `hook-mask`) that repeats the layout of the stock one. So
+//! a file has the same path from its build directory in all, and a compiler cache gives all objects but those of the patched
+//! sources to all.
 
 use crate::context::Context;
 use crate::fetch;
 use crate::files;
 use crate::job::Job;
-use crate::patch;
+use crate::patch::{self, Kind, Patched};
 use crate::tools::{self, Cuda, Tools};
 use crate::Llama;
 use anyhow::{Context as _, Result};
@@ -29,6 +30,9 @@ pub struct HostArgs {
     /// Leave the hook out: stock llama.cpp
     #[arg(long)]
     pub no_flashrt: bool,
+    /// Fill attention masks by ranges (host/mask), with the hook or without
+    #[arg(long)]
+    pub mask: bool,
     #[command(flatten)]
     pub llama: Llama,
 }
@@ -60,10 +64,19 @@ pub struct Plan {
     pub arch: String,
     /// With the hook.
     pub hook: bool,
+    /// With attention masks by ranges.
+    pub mask: bool,
     /// How much of it.
     pub extent: Extent,
     /// Whose sources.
     pub llama: Llama,
+}
+
+impl Plan {
+    fn patches(&self) -> Vec<Kind> {
+        let hook = self.hook.then_some(Kind::Hook);
+        hook.into_iter().chain(self.mask.then_some(Kind::Mask)).collect()
+    }
 }
 
 /// For `cargo xtask host`.
@@ -74,6 +87,7 @@ pub fn run(context: &Context, args: &HostArgs) -> Result<()> {
         backend: args.backend,
         arch: args.arch.clone(),
         hook: cuda && !args.no_flashrt,
+        mask: args.mask,
         extent: Extent::Programs,
         llama: args.llama.clone(),
     };
@@ -132,11 +146,11 @@ pub fn build(context: &Context, tools: &Tools, plan: &Plan) -> Result<PathBuf> {
                 "-DLLAMA_BUILD_TESTS=ON".into(),
             ]);
             options.extend(cuda_options(context, &root, cuda, &plan.arch));
-            if plan.hook {
-                options.push("-DGGML_CUDA_FLASHRT=ON".into());
-                options.push(format!("-DGGML_CUDA_FLASHRT_DIR={}", context.repo.display()));
-            }
         }
+    }
+    for kind in plan.patches() {
+        options.push(format!("-D{}=ON", kind.option()));
+        options.push(format!("-D{}={}", kind.directory_option(), context.repo.display()));
     }
     lend_venv(context, &root)?;
     configure(context, tools, &source, &build, name, &options)?;
@@ -156,8 +170,23 @@ pub fn build(context: &Context, tools: &Tools, plan: &Plan) -> Result<PathBuf> {
     .run(&mut ninja)?;
     let bin = build.join("bin");
     build_bridge(context, &source, &bin)?;
-    if root == context.home.join("hook") {
-        files::symlink(Path::new("../hook/build/cuda"), &context.home.join("build/cuda"))?;
+    if plan.mask {
+        let flags = ["-O3", "-Wl,-rpath,$ORIGIN"];
+        mask_program(
+            context,
+            "bench/mask_fill.cpp",
+            &source,
+            &bin,
+            &bin.join("mask-fill"),
+            &flags,
+        )?;
+    }
+    if let Some(tree) = tree(&plan.patches()).filter(|tree| root == context.home.join(tree)) {
+        let link = format!("build/{name}{}", if plan.mask { "-mask" } else { "" });
+        files::symlink(
+            &Path::new("..").join(tree).join("build").join(name),
+            &context.home.join(link),
+        )?;
     }
     println!("llama.cpp ({name}): {}", bin.display());
     Ok(bin)
@@ -184,49 +213,76 @@ fn targets(plan: &Plan) -> &'static [&'static str] {
 fn prepare(context: &Context, tools: &Tools, plan: &Plan) -> Result<(PathBuf, PathBuf)> {
     let Some(own) = &plan.llama.llama_dir else {
         let pinned = context.pins.default_llama();
-        let pristine = fetch::llama_sources(context, tools, pinned)?;
-        if !plan.hook {
-            return Ok((context.home.clone(), pristine));
-        }
-        return hooked(context, tools, &context.home.join("hook"), &pinned.name);
+        return match tree(&plan.patches()) {
+            None => Ok((context.home.clone(), fetch::llama_sources(context, tools, pinned)?)),
+            Some(tree) => patched(context, tools, &context.home.join(tree), &pinned.name, &plan.patches()),
+        };
     };
     let own = own
         .canonicalize()
         .with_context(|| format!("--llama-dir: cannot find {}", own.display()))?;
-    let has_hook = patch::has_hook(&own)?;
     let digest = files::sha256_of(own.as_os_str().as_encoded_bytes());
-    let root = context.home.join("own").join(&digest[..12]);
-    if !plan.hook || has_hook {
+    let mut root = context.home.join("own").join(&digest[..12]);
+    if plan.mask {
+        root.extend(tree(&plan.patches()));
+    }
+    Kind::Hook.is_in(&own)?; // or it is no llama.cpp
+    let mut changed = Patched::new();
+    for kind in plan.patches() {
+        if !kind.is_in(&own)? {
+            changed.extend(patch::fitting(&own, &context.repo.join("cmake/hosts"), kind)?);
+        }
+    }
+    if changed.is_empty() {
         return Ok((root, own));
     }
-    let patched = patch::fitting(&own, &context.repo.join("cmake/hosts"))?;
     let copy = root.join("src").join("llama.cpp");
     if !context.would(format!(
-        "copy {} to {} and apply the hook patch there",
+        "copy {} to {} and patch it there",
         own.display(),
         copy.display()
     )) {
-        patch::sync(&own, &patched, &copy)?;
+        patch::sync(&own, &changed, &copy)?;
     }
     Ok((root, copy))
 }
 
-/// A pinned version with its hook patch, in a tree below `root` that is laid out as the stock one.
-pub fn hooked(context: &Context, tools: &Tools, root: &Path, version: &str) -> Result<(PathBuf, PathBuf)> {
+/// The tree, below the home, of pinned sources with these patches; none for stock.
+fn tree(patches: &[Kind]) -> Option<&'static str> {
+    match (patches.contains(&Kind::Hook), patches.contains(&Kind::Mask)) {
+        (false, false) => None,
+        (true, false) => Some("hook"),
+        (false, true) => Some("mask"),
+        (true, true) => Some("hook-mask"),
+    }
+}
+
+/// A pinned version with patches, in a tree below `root` that is laid out as the stock one.
+pub fn patched(
+    context: &Context,
+    tools: &Tools,
+    root: &Path,
+    version: &str,
+    patches: &[Kind],
+) -> Result<(PathBuf, PathBuf)> {
     let llama = context.pins.llama.iter().find(|llama| llama.name == version);
     let llama = llama.with_context(|| format!("third_party/pins.toml has no llama.cpp {version}"))?;
     let pristine = fetch::llama_sources(context, tools, llama)?;
-    let patch = context.repo.join(format!("cmake/hosts/llama.cpp-{version}.patch"));
+    let names: Vec<_> = patches.iter().map(|kind| kind.file(version)).collect();
     let copy = root.join("src").join(format!("llama.cpp-{version}"));
     if context.would(format!(
-        "copy {} to {} and apply {}",
+        "copy {} to {} and apply {} of cmake/hosts",
         pristine.display(),
         copy.display(),
-        patch.display()
+        names.join(" and ")
     )) {
         return Ok((root.to_path_buf(), copy));
     }
-    patch::sync(&pristine, &patch::apply(&pristine, &patch)?, &copy)?;
+    let mut changed = Patched::new();
+    for name in names {
+        changed.extend(patch::apply(&pristine, &context.repo.join("cmake/hosts").join(name))?);
+    }
+    patch::sync(&pristine, &changed, &copy)?;
     Ok((root.to_path_buf(), copy))
 }
 
@@ -356,4 +412,61 @@ fn build_bridge(context: &Context, source: &Path, bin: &Path) -> Result<()> {
         "-Wl,--allow-shlib-undefined",
     ]);
     Job::new(context, "bridge", "compiling host/check").run(&mut cc)
+}
+
+/// Compiles a C++ program of ours that includes the patched llama-kv-cache.cpp of `llama`, against the libraries in `bin`.
+pub fn mask_program(
+    context: &Context,
+    program: &str,
+    llama: &Path,
+    bin: &Path,
+    out: &Path,
+    flags: &[&str],
+) -> Result<()> {
+    let mut cxx = tools::cxx_compiler();
+    cxx.args([
+        "-std=gnu++17",
+        "-DNDEBUG",
+        "-DLLAMA_FLASHRT_MASK",
+        "-Wall",
+        "-Wextra",
+        "-Wno-unused-function",
+    ]);
+    for dir in ["host/mask", "tests/c"] {
+        cxx.arg("-I").arg(context.repo.join(dir));
+    }
+    for dir in ["src", "include", "ggml/include"] {
+        cxx.arg("-I").arg(llama.join(dir));
+    }
+    cxx.arg(context.repo.join(program)).arg("-o").arg(out);
+    cxx.arg("-L").arg(bin);
+    cxx.args([
+        "-lllama",
+        "-lggml",
+        "-lggml-base",
+        "-pthread",
+        "-Wl,--allow-shlib-undefined",
+    ]);
+    cxx.args(flags);
+    Job::new(context, "mask-program", format!("compiling {program}")).run(&mut cxx)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_combination_of_patches_has_its_own_tree() {
+        let plan = |hook, mask| Plan {
+            backend: Backend::Cuda,
+            arch: String::new(),
+            hook,
+            mask,
+            extent: Extent::Libraries,
+            llama: Llama::default(),
+        };
+        let trees =
+            [(false, false), (true, false), (false, true), (true, true)].map(|(h, m)| tree(&plan(h, m).patches()));
+        assert_eq!(trees, [None, Some("hook"), Some("mask"), Some("hook-mask")]);
+    }
 }

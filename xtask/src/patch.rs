@@ -1,4 +1,4 @@
-//! The hook patches, applied to a copy of llama.cpp that stays in step with the tree it was made from.
+//! The patches of cmake/hosts, applied to a copy of llama.cpp that stays in step with the tree it was made from.
 
 use crate::files::{self, IoContext};
 use anyhow::{bail, ensure, Context as _, Result};
@@ -7,11 +7,62 @@ use std::fs::{self, File, FileTimes};
 use std::path::{Path, PathBuf};
 use walkdir::{DirEntry, WalkDir};
 
-/// What a patched tree defines; a tree that has it already needs no patch.
-const HOOK: &str = "GGML_CUDA_FLASHRT";
-
 /// Patched files by their path in the tree.
 pub type Patched = BTreeMap<PathBuf, String>;
+
+/// What a llama.cpp may be patched with. The patches touch different files, so that they can be combined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// The hook in ggml-cuda.
+    Hook,
+    /// Attention masks by ranges.
+    Mask,
+}
+
+impl Kind {
+    /// Name of the patch for a version.
+    pub fn file(self, version: &str) -> String {
+        match self {
+            Kind::Hook => format!("llama.cpp-{version}.patch"),
+            Kind::Mask => format!("llama.cpp-{version}-mask.patch"),
+        }
+    }
+
+    /// Whether a file of cmake/hosts is such a patch. Those for llama.cpp's tests lie there too.
+    fn has_name(self, name: &str) -> bool {
+        let Some(stem) = name.strip_suffix(".patch").filter(|stem| !stem.ends_with("-tests")) else {
+            return false;
+        };
+        (self == Kind::Mask) == stem.ends_with("-mask")
+    }
+
+    /// The CMake option and the definition of the same name.
+    pub fn option(self) -> &'static str {
+        match self {
+            Kind::Hook => "GGML_CUDA_FLASHRT",
+            Kind::Mask => "LLAMA_FLASHRT_MASK",
+        }
+    }
+
+    /// The CMake variable for our sources.
+    pub fn directory_option(self) -> &'static str {
+        match self {
+            Kind::Hook => "GGML_CUDA_FLASHRT_DIR",
+            Kind::Mask => "LLAMA_FLASHRT_DIR",
+        }
+    }
+
+    /// Whether a tree has the patch already.
+    pub fn is_in(self, tree: &Path) -> Result<bool> {
+        let inner = match self {
+            Kind::Hook => "ggml/src/ggml-cuda/ggml-cuda.cu",
+            Kind::Mask => "src/llama-kv-cache.cpp",
+        };
+        let text = fs::read_to_string(tree.join(inner))
+            .with_context(|| format!("{} is no llama.cpp tree: it has no {inner}", tree.display()))?;
+        Ok(text.contains(self.option()))
+    }
+}
 
 /// Applies a patch in git's format to the files below `tree`, in memory.
 pub fn apply(tree: &Path, patch: &Path) -> Result<Patched> {
@@ -64,28 +115,15 @@ pub fn added_lines(patch: &Path) -> Result<usize> {
         .count())
 }
 
-/// Whether a tree has the hook already.
-pub fn has_hook(tree: &Path) -> Result<bool> {
-    let file = tree.join("ggml/src/ggml-cuda/ggml-cuda.cu");
-    let text = fs::read_to_string(&file).with_context(|| {
-        format!(
-            "{} is no llama.cpp tree: it has no ggml/src/ggml-cuda/ggml-cuda.cu",
-            tree.display()
-        )
-    })?;
-    Ok(text.contains(HOOK))
-}
-
-/// The first of the hook patches that fits a tree of unknown version.
-pub fn fitting(tree: &Path, patches: &Path) -> Result<Patched> {
+/// The first patch of a kind that fits a tree of unknown version.
+pub fn fitting(tree: &Path, patches: &Path, kind: Kind) -> Result<Patched> {
     let mut candidates: Vec<_> = fs::read_dir(patches)
         .at("list", patches)?
         .flatten()
         .map(|e| e.path())
         .collect();
-    // Those for llama.cpp's tests lie there too: `-tests.patch`.
-    let is_hook = |name: &str| name.ends_with(".patch") && !name.ends_with("-tests.patch");
-    candidates.retain(|path| path.file_name().and_then(|n| n.to_str()).is_some_and(is_hook));
+    let is_wanted = |name: &str| kind.has_name(name);
+    candidates.retain(|path| path.file_name().and_then(|n| n.to_str()).is_some_and(is_wanted));
     candidates.sort();
     let mut tried = Vec::new();
     for patch in candidates.iter().rev() {
@@ -95,7 +133,8 @@ pub fn fitting(tree: &Path, patches: &Path) -> Result<Patched> {
         }
     }
     bail!(
-        "no hook patch fits {} (tried {}): use a llama.cpp of one of these versions, or adapt one of {} and apply it yourself",
+        "no patch for {} fits {} (tried {}): use a llama.cpp of one of these versions, or adapt one of {} and apply it yourself",
+        kind.option(),
         tree.display(),
         tried.join(", "),
         patches.display()
@@ -205,7 +244,7 @@ index 1111111..2222222 100644
     fn another_tree_is_refused_with_what_was_tried() {
         let (_dir, tree, patches) = tree();
         files::write(&tree.join("ggml/a.cu"), "quite\nanother\nfile\n").unwrap();
-        let error = fitting(&tree, &patches).unwrap_err().to_string();
+        let error = fitting(&tree, &patches, Kind::Hook).unwrap_err().to_string();
         assert!(error.contains("v1.patch"), "{error}");
     }
 
@@ -213,7 +252,7 @@ index 1111111..2222222 100644
     fn a_copy_follows_its_tree_and_touches_only_what_changed() {
         let (dir, tree, patches) = tree();
         let copy = dir.path().join("copy");
-        let patched = fitting(&tree, &patches).unwrap();
+        let patched = fitting(&tree, &patches, Kind::Hook).unwrap();
         sync(&tree, &patched, &copy).unwrap();
         assert!(fs::read_to_string(copy.join("ggml/a.cu")).unwrap().contains("FLASHRT"));
         assert!(!copy.join(".git").exists() && !copy.join("build").exists());
@@ -233,7 +272,24 @@ index 1111111..2222222 100644
     #[test]
     fn a_tree_without_ggml_cuda_is_named() {
         let dir = TempDir::new().unwrap();
-        let error = has_hook(dir.path()).unwrap_err().to_string();
+        let error = Kind::Hook.is_in(dir.path()).unwrap_err().to_string();
         assert!(error.contains("no llama.cpp tree"), "{error}");
+    }
+
+    #[test]
+    fn each_kind_finds_its_own_patches() {
+        for (kind, name) in [
+            (Kind::Hook, "llama.cpp-1.patch"),
+            (Kind::Mask, "llama.cpp-1-mask.patch"),
+        ] {
+            assert_eq!(kind.file("1"), name);
+            for other in [Kind::Hook, Kind::Mask] {
+                assert_eq!(other.has_name(name), other == kind, "{name}");
+                assert!(!other.has_name("llama.cpp-1-tests.patch") && !other.has_name("README.md"));
+            }
+        }
+        let (_dir, tree, patches) = tree();
+        let error = fitting(&tree, &patches, Kind::Mask).unwrap_err().to_string();
+        assert!(error.contains("LLAMA_FLASHRT_MASK"), "{error}");
     }
 }

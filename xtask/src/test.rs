@@ -5,7 +5,7 @@ use crate::fetch;
 use crate::files::{self, IoContext};
 use crate::host::{self, Backend, Extent, Plan};
 use crate::job::Job;
-use crate::patch::{self, Patched};
+use crate::patch::{self, Kind, Patched};
 use crate::ptxas;
 use crate::sass;
 use crate::style::{self, show};
@@ -20,15 +20,19 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-/// The hook must stay reviewable.
+/// The patches must stay reviewable.
 const HOOK_LINES: usize = 60;
+const MASK_LINES: usize = 20;
 
 /// Compiled for the families that no machine at hand can run: the sources that between them use every shared header.
 const SAMPLES: [&str; 3] = ["norm/norm.cu", "qkv/qkv_tail.cu", "gemv/gemv_q4_k.cu"];
 
+/// Random caches and ubatches whose masks are compared.
+const MASK_CASES: &str = "20000";
+
 type Stage = (&'static str, fn(&Context) -> Result<()>);
 
-const STAGES: [Stage; 12] = [
+const STAGES: [Stage; 14] = [
     ("format", |context| style::fmt(context, true)),
     ("lint", style::lint),
     ("tests", |context| cargo_test(context, &["--workspace"])),
@@ -37,12 +41,14 @@ const STAGES: [Stage; 12] = [
     }),
     ("header", |context| style::header(context, true)),
     ("hook patches", hook_patches),
+    ("mask patches", mask_patches),
     ("kernels for sm_90a", kernels),
     ("kernels for sm_87 and sm_110a", samples),
     ("machine code", machine_code),
     ("GPU code: lint and tests compile", gpu_code),
     ("CPU host", cpu_host),
     ("flashrt check", check_model),
+    ("attention masks", attention_masks),
 ];
 
 /// For `cargo xtask test`.
@@ -93,37 +99,75 @@ fn hook_patches(context: &Context) -> Result<()> {
     for llama in &context.pins.llama {
         let version = &llama.name;
         let pristine = fetch::llama_sources(context, &tools, llama)?;
-        let patch = context.repo.join(format!("cmake/hosts/llama.cpp-{version}.patch"));
-        let added = patch::added_lines(&patch)?;
-        ensure!(
-            added < HOOK_LINES,
-            "{} adds {added} lines, {HOOK_LINES} are too many",
-            patch.display()
-        );
-        let patched = patch::apply(&pristine, &patch)?;
-        let (root, copy) = host::hooked(context, &tools, &context.home.join("hook"), version)?;
-        println!(
-            "llama.cpp {version}: the patch applies and adds {added} lines to {} files",
-            patched.len()
-        );
+        let patched = reviewable(context, &pristine, version, Kind::Hook, HOOK_LINES)?;
+        let (root, copy) = host::patched(context, &tools, &context.home.join("hook"), version, &[Kind::Hook])?;
 
-        let off = ggml_commands(context, &tools, cuda, &context.home, &pristine, version, false)?;
-        let compared = unchanged_when_off(&off, &pristine, &copy, &patched)?;
+        let off = compile_commands(
+            context,
+            &tools,
+            Some(cuda),
+            &context.home,
+            &pristine,
+            &format!("ggml-{version}"),
+            None,
+        )?;
+        let compared = unchanged_when_off(&off, &pristine, &copy, &patched, Kind::Hook)?;
         println!("llama.cpp {version}: with the option off, {compared} means what it meant");
 
-        let on = ggml_commands(context, &tools, cuda, &root, &copy, version, true)?;
-        let hooked = on
-            .iter()
-            .find(|c| c.file.ends_with("ggml-cuda/ggml-cuda.cu"))
-            .context("ggml-cuda.cu is not built")?;
-        ensure!(
-            hooked.command.contains("-DGGML_CUDA_FLASHRT"),
-            "the option does not reach ggml-cuda.cu"
-        );
-        compile(context, version, hooked)?;
+        let name = format!("ggml-{version}-hook");
+        let on = compile_commands(context, &tools, Some(cuda), &root, &copy, &name, Some(Kind::Hook))?;
+        compile(context, version, &on, Path::new("ggml-cuda/ggml-cuda.cu"), Kind::Hook)?;
         println!("llama.cpp {version}: ggml-cuda.cu compiles with the hook");
     }
     Ok(())
+}
+
+/// The same of the patch for attention masks, which also fits a tree with the hook.
+fn mask_patches(context: &Context) -> Result<()> {
+    let tools = tools::ensure(context, false)?;
+    for llama in &context.pins.llama {
+        let version = &llama.name;
+        let pristine = fetch::llama_sources(context, &tools, llama)?;
+        let patched = reviewable(context, &pristine, version, Kind::Mask, MASK_LINES)?;
+        let (root, copy) = host::patched(context, &tools, &context.home.join("mask"), version, &[Kind::Mask])?;
+        let hook = patch::apply(&pristine, &hosts(context).join(Kind::Hook.file(version)))?;
+        ensure!(
+            hook.keys().all(|file| !patched.contains_key(file)),
+            "the patches of llama.cpp {version} change the same file, so that one does not fit a tree with the other"
+        );
+
+        let name = format!("llama-{version}");
+        let off = compile_commands(context, &tools, None, &context.home, &pristine, &name, None)?;
+        let compared = unchanged_when_off(&off, &pristine, &copy, &patched, Kind::Mask)?;
+        println!("llama.cpp {version}: with the option off, {compared} means what it meant");
+
+        let name = format!("llama-{version}-mask");
+        let on = compile_commands(context, &tools, None, &root, &copy, &name, Some(Kind::Mask))?;
+        compile(context, version, &on, Path::new("src/llama-kv-cache.cpp"), Kind::Mask)?;
+        println!("llama.cpp {version}: llama-kv-cache.cpp compiles with host/mask");
+    }
+    Ok(())
+}
+
+fn hosts(context: &Context) -> PathBuf {
+    context.repo.join("cmake/hosts")
+}
+
+/// What a patch that fits and is small makes of a tree.
+fn reviewable(context: &Context, pristine: &Path, version: &str, kind: Kind, lines: usize) -> Result<Patched> {
+    let patch = hosts(context).join(kind.file(version));
+    let added = patch::added_lines(&patch)?;
+    ensure!(
+        added < lines,
+        "{} adds {added} lines, {lines} are too many",
+        patch.display()
+    );
+    let patched = patch::apply(pristine, &patch)?;
+    println!(
+        "llama.cpp {version}: the patch applies and adds {added} lines to {} files",
+        patched.len()
+    );
+    Ok(patched)
 }
 
 /// An entry of compile_commands.json.
@@ -140,39 +184,47 @@ impl CompileCommand {
     }
 }
 
-/// How CMake would compile ggml inside llama.cpp, of which nothing else is configured.
-fn ggml_commands(
+/// How CMake would compile llama.cpp's two libraries; nothing else of it is configured. With the option of a patch, or without.
+fn compile_commands(
     context: &Context,
     tools: &Tools,
-    cuda: &Cuda,
+    cuda: Option<&Cuda>,
     root: &Path,
     tree: &Path,
-    version: &str,
-    hook: bool,
+    name: &str,
+    on: Option<Kind>,
 ) -> Result<Vec<CompileCommand>> {
-    let name = format!("ggml-{version}{}", if hook { "-hook" } else { "" });
-    let build = root.join("build").join(&name);
+    let build = root.join("build").join(name);
     let mut options: Vec<String> = ["BUILD_TYPE=Release", "EXPORT_COMPILE_COMMANDS=ON"]
         .map(|o| format!("-DCMAKE_{o}"))
         .into();
-    options.extend(["-DGGML_CUDA=ON".into(), "-DGGML_NATIVE=OFF".into()]);
+    options.push("-DGGML_NATIVE=OFF".into());
     options.extend(
         ["COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP"].map(|part| format!("-DLLAMA_BUILD_{part}=OFF")),
     );
-    if hook {
-        options.push("-DGGML_CUDA_FLASHRT=ON".into());
-        options.push(format!("-DGGML_CUDA_FLASHRT_DIR={}", context.repo.display()));
+    if let Some(kind) = on {
+        options.push(format!("-D{}=ON", kind.option()));
+        options.push(format!("-D{}={}", kind.directory_option(), context.repo.display()));
     }
     host::lend_venv(context, root)?;
-    options.extend(host::cuda_options(context, root, cuda, "90"));
-    host::configure(context, tools, tree, &build, &name, &options)?;
+    if let Some(cuda) = cuda {
+        options.push("-DGGML_CUDA=ON".into());
+        options.extend(host::cuda_options(context, root, cuda, "90"));
+    }
+    host::configure(context, tools, tree, &build, name, &options)?;
     let path = build.join("compile_commands.json");
     let text = fs::read_to_string(&path).at("read", &path)?;
     serde_json::from_str(&text).with_context(|| path.display().to_string())
 }
 
 /// Preprocesses each patched source of both trees with the option off. Lines have moved, so `__LINE__` is fixed.
-fn unchanged_when_off(off: &[CompileCommand], pristine: &Path, copy: &Path, patched: &Patched) -> Result<String> {
+fn unchanged_when_off(
+    off: &[CompileCommand],
+    pristine: &Path,
+    copy: &Path,
+    patched: &Patched,
+    kind: Kind,
+) -> Result<String> {
     let mut compared = Vec::new();
     for file in patched.keys() {
         let Some(command) = off.iter().find(|command| command.file == pristine.join(file)) else {
@@ -205,8 +257,9 @@ fn unchanged_when_off(off: &[CompileCommand], pristine: &Path, copy: &Path, patc
         ensure!(!before.is_empty(), "{} preprocesses to nothing", file.display());
         ensure!(
             before == after,
-            "{} differs from the original although GGML_CUDA_FLASHRT is off",
-            file.display()
+            "{} differs from the original although {} is off",
+            file.display(),
+            kind.option()
         );
         compared.push(file.file_name().unwrap_or_default().to_string_lossy().into_owned());
     }
@@ -232,8 +285,17 @@ fn without_output(words: Vec<String>) -> Vec<String> {
     kept
 }
 
-fn compile(context: &Context, version: &str, command: &CompileCommand) -> Result<()> {
+/// Compiles a patched source, which the option must have reached.
+fn compile(context: &Context, version: &str, on: &[CompileCommand], file: &Path, kind: Kind) -> Result<()> {
+    let command = on.iter().find(|command| command.file.ends_with(file));
+    let command = command.with_context(|| format!("{} is not built", file.display()))?;
     let words = command.words()?;
+    ensure!(
+        words.contains(&format!("-D{}", kind.option())),
+        "the option {} does not reach {}",
+        kind.option(),
+        file.display()
+    );
     let output = words
         .iter()
         .position(|word| word == "-o")
@@ -246,8 +308,8 @@ fn compile(context: &Context, version: &str, command: &CompileCommand) -> Result
     host::set_cache(context, &mut run);
     Job::new(
         context,
-        &format!("hook-{version}"),
-        format!("compiling ggml-cuda.cu of {version}"),
+        &format!("patched-{version}"),
+        format!("compiling {} of {version}", file.display()),
     )
     .run(&mut run)
 }
@@ -357,6 +419,7 @@ pub fn build_cpu_host(context: &Context, tools: &Tools, extent: Extent, llama: &
         backend: Backend::Cpu,
         arch: String::new(),
         hook: false,
+        mask: false,
         extent,
         llama: llama.clone(),
     };
@@ -372,6 +435,66 @@ fn check_model(context: &Context) -> Result<()> {
     let tools = tools::ensure(context, false)?;
     let model = fetch::model(context, &tools)?;
     run_check(context, &context.home.join("build/cpu/bin"), &model)
+}
+
+/// Masks by ranges against llama.cpp's own: random caches for every version, and the logits of a model.
+fn attention_masks(context: &Context) -> Result<()> {
+    let tools = tools::ensure(context, false)?;
+    let bin = build_cpu_host(context, &tools, Extent::Libraries, &Llama::default())?;
+    for llama in &context.pins.llama {
+        let version = &llama.name;
+        let (root, copy) = host::patched(context, &tools, &context.home.join("mask"), version, &[Kind::Mask])?;
+        let program = root.join("build").join(format!("mask-{version}"));
+        files::create_dir(&root.join("build"))?;
+        let rpath = format!("-Wl,-rpath,{}", bin.display());
+        let mut flags = vec!["-O2", rpath.as_str()];
+        let is_built = version == &context.pins.default_llama().name;
+        if !is_built {
+            // The libraries are of another version: good enough for the few functions that masks need.
+            flags.extend(["-no-pie", "-Wl,--unresolved-symbols=ignore-all"]);
+        }
+        host::mask_program(context, "tests/c/mask.cpp", &copy, &bin, &program, &flags)?;
+        let cases = mask_test(&program, &["cases", "1", MASK_CASES], "0")?;
+        println!(
+            "llama.cpp {version}: {} with masks by ranges",
+            cases.lines().next().unwrap_or_default()
+        );
+        if is_built {
+            let model = fetch::model(context, &tools)?;
+            let model = ["model", model.to_str().context("the model's path is not UTF-8")?];
+            let ranges = mask_test(&program, &model, "0")?;
+            let stock = mask_test(&program, &model, "1")?;
+            let (digest, way) = ranges.trim().split_once("; ").context("no digest")?;
+            ensure!(way == "by ranges", "the model's masks were not filled by ranges");
+            ensure!(
+                stock.trim() == format!("{digest}; stock"),
+                "the model's logits differ: {} and {}",
+                ranges.trim(),
+                stock.trim()
+            );
+            println!("llama.cpp {version}: the model's logits are the same");
+        }
+    }
+    Ok(())
+}
+
+/// What the test program prints, with the fill switched off or on.
+fn mask_test(program: &Path, args: &[&str], off: &str) -> Result<String> {
+    let mut command = Command::new(program);
+    command.args(args).env("GGML_FLASHRT_NO_MASK_FILL", off);
+    let output = command
+        .output()
+        .with_context(|| format!("cannot run {}", program.display()))?;
+    let log = String::from_utf8_lossy(&output.stderr);
+    ensure!(
+        output.status.success(),
+        "{} {} failed ({}): {}",
+        program.display(),
+        args.join(" "),
+        output.status,
+        log.trim()
+    );
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// Runs `flashrt check` on a model.
@@ -421,7 +544,7 @@ mod tests {
         ] {
             files::write(&copy.join("x.c"), &hooked).unwrap();
             let patched = Patched::from([(PathBuf::from("x.c"), hooked)]);
-            let result = unchanged_when_off(&[command("x.c")], &pristine, &copy, &patched);
+            let result = unchanged_when_off(&[command("x.c")], &pristine, &copy, &patched, Kind::Hook);
             assert_eq!(result.is_ok(), same, "{result:?}");
         }
     }

@@ -342,16 +342,25 @@ fn unversioned(name: &str) -> Option<&str> {
 
 /// The machine's C compiler.
 pub fn compiler() -> Command {
-    let set = std::env::var("CC").ok().filter(|value| !value.is_empty());
+    compiler_of("CC", ["cc", "gcc", "clang"])
+}
+
+/// The machine's C++ compiler.
+pub fn cxx_compiler() -> Command {
+    compiler_of("CXX", ["c++", "g++", "clang++"])
+}
+
+fn compiler_of(variable: &str, names: [&str; 3]) -> Command {
+    let set = std::env::var(variable).ok().filter(|value| !value.is_empty());
     let words = set.map(|value| value.split_whitespace().map(OsString::from).collect::<Vec<_>>());
     let mut words = words.unwrap_or_default().into_iter();
     let mut command = match words.next() {
         Some(program) => Command::new(program),
         None => Command::new(
-            ["cc", "gcc", "clang"]
+            names
                 .into_iter()
                 .find(|name| which::which(name).is_ok())
-                .unwrap_or("cc"),
+                .unwrap_or(names[0]),
         ),
     };
     command.args(words);

@@ -184,6 +184,8 @@ struct Plan {
     mode: Mode,
     adapter: Host,
     stock: Option<Host>,
+    /// Both builds have the mask patch.
+    masks: bool,
     ids: Vec<(String, String)>,
 }
 
@@ -216,19 +218,31 @@ impl Plan {
                 );
             }
         }
+        let masks = adapter.fills_masks()?;
+        if let Some(stock) = &stock {
+            ensure!(
+                stock.fills_masks()? == masks,
+                "only the {} build has the mask patch: its gain is not the adapter's; build both with `cargo xtask host --mask`, or \
+                 neither",
+                if masks { adapter.label() } else { stock.label() }
+            );
+        }
         Ok(Plan {
             mode: args.mode,
             adapter,
             stock,
+            masks,
             ids,
         })
     }
 
     fn baseline(&self) -> String {
-        match &self.stock {
-            Some(_) => "an unpatched build".to_owned(),
-            None => "the adapter's build with GGML_FLASHRT_DISABLE=1".to_owned(),
-        }
+        let baseline = match (&self.stock, self.masks) {
+            (Some(_), false) => "an unpatched build",
+            (Some(_), true) => "a build with the mask patch alone",
+            (None, _) => "the adapter's build with GGML_FLASHRT_DISABLE=1",
+        };
+        baseline.to_owned()
     }
 
     fn measure(&self, args: &Args) -> Result<Vec<Run>> {

@@ -22,6 +22,8 @@ const SETTLED: &[&str] = &[
 ];
 /// Beginnings of the names of variables that can change a result, and are written down.
 const RECORDED: &[&str] = &["GGML_", "CUDA_", "LLAMA_", "NVIDIA_", "OMP_"];
+/// What host/mask logs, and what a build with it therefore contains.
+const MASK_FILL: &[u8] = b"attention masks are filled by ranges";
 /// Switches the whole adapter off.
 pub const DISABLE: (&str, &str) = ("GGML_FLASHRT_DISABLE", "1");
 
@@ -91,6 +93,21 @@ impl Host {
         let listed = self.run("llama-bench", &["--list-devices".into()], &[])?;
         let names = listed.stdout.lines().map(str::trim).filter(|l| l.starts_with("CUDA"));
         Ok(names.map(str::to_owned).collect())
+    }
+
+    /// Was it built with the mask patch?
+    pub fn fills_masks(&self) -> Result<bool> {
+        let tool = self.tool("llama-bench")?;
+        // In the library, or in the tool if that is linked statically.
+        let files = [
+            tool.with_file_name("libllama.so"),
+            self.dir.join("lib/libllama.so"),
+            tool,
+        ];
+        let read = files.iter().filter_map(|file| std::fs::read(file).ok());
+        Ok(read
+            .into_iter()
+            .any(|bytes| bytes.windows(MASK_FILL.len()).any(|part| part == MASK_FILL)))
     }
 
     /// Runs a tool to its end. `vars` are set on top of what is inherited.
