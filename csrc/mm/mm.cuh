@@ -220,7 +220,7 @@ template <typename K> struct Fetcher {
         const int behind = piece.offset + min(piece.bytes, p.k / F::kBlock * F::kBytes - piece.offset);
         const int at = piece.offset + 16 * (chunk - first);
         uint32_t  to = hopper::smem_address(m.raw + slot * R::kBytes) + thread / R::kChunks * R::kPitch + 16 * chunk;
-#pragma unroll(K::kRouted ? 2 : 4)
+#pragma unroll(K::kGlu || K::kRouted ? 2 : 4)
         for (int r = thread / R::kChunks; r < kRows; r += kStride, to += kStride * R::kPitch) {
             const uint8_t * row = row_start<K::kGlu>(p, tile, r);
             const uint8_t * from = row + at;
