@@ -262,8 +262,13 @@ FRT_HD constexpr uint32_t word_of(int a, int b, int c, int d) {
 FRT_HD Table table_iq4() {
     return {{word_of(-127, -104, -83, -65), word_of(-49, -35, -22, -10), word_of(1, 13, 25, 38), word_of(53, 69, 89, 113)}};
 }
-FRT_HD Table table_fp4() {  // twice the E2M1 numbers
-    return {{word_of(0, 1, 2, 3), word_of(4, 6, 8, 12), word_of(0, -1, -2, -3), word_of(-4, -6, -8, -12)}};
+
+// Twice the E2M1 numbers of a word of bytes below 16: three bits look up a magnitude, the fourth is the sign.
+FRT_HD void fp4_four(uint32_t numbers, uint32_t * out) {
+    const uint32_t low3 = pick_bytes(numbers | numbers >> 4, 0, 0x4420) & 0x7777, sign = numbers << 4 & 0x80808080;
+    four_of(pick_bytes(0x03020100, 0x0c080604, low3), k1024, k1024_plus(0), out);
+    out[0] ^= pick_bytes(sign, 0, 0x1404);
+    out[1] ^= pick_bytes(sign, 0, 0x3424);
 }
 
 struct IQ4_NL : Blocks<32, 18> {
@@ -287,20 +292,21 @@ struct MXFP4 : Blocks<32, 17> {
     struct Row : BlockRow<MXFP4, 1, false> {
         using BlockRow::BlockRow;
         template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
-            const Table table = table_fp4();
             FRT_UNROLL
             for (int i = 0; i < 4; ++i) {
-                table.four(nibbles_of(w[H][i], quarter % 2), out + 2 * i);
+                fp4_four(nibbles_of(w[H][i], quarter % 2), out + 2 * i);
             }
             scale_all(out, both(fminf(e8m0_half(block[H * 2 * kBytes]), 65504.0f)));
         }
     };
 };
 
-// Half of an unsigned E4M3 number; ggml reads 0x7f as 0.
-FRT_HD float ue4m3_half(uint32_t x) {
-    const float normal = f32_bits(((x >> 3 & 15) + 119) << 23 | (x & 7) << 20);  // exponent bias 7, one less for the half
-    return x == 0x7f ? 0.0f : (x & 0x78) == 0 ? static_cast<float>(x & 7) * (1.0f / 1024.0f) : normal;
+// Half of an unsigned E4M3 number, twice; ggml reads 0x7f as 0. Its bits are those of an f16 number with another bias; subnormal ones
+// (of exponent 0) become normal with exponent 1, from which the implied one is taken away.
+FRT_HD uint32_t ue4m3_half(uint32_t x) {
+    const bool     subnormal = (x & 0x78) == 0;
+    const uint32_t bits = ((x & 0x7f) << 7) + (subnormal ? 0x2000 : 0x1c00);
+    return x == 0x7f ? 0 : sub2(twice(bits), subnormal ? twice(0x2000) : 0);
 }
 
 // Groups of 16 with a scale each, the second eight weights of a group in the high nibbles.
@@ -313,16 +319,15 @@ struct NVFP4 : Blocks<64, 36> {
             FRT_UNROLL
             for (int h = 0; h < 2; ++h) {
                 fetch<2, 4>(row, at[0] + h * kBytes + 4 + q * 8, w[h]);
-                scale[h] = row[at[0] + h * kBytes + q];
+                scale[h] = ue4m3_half(row[at[0] + h * kBytes + q]);
             }
         }
         template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
-            const Table table = table_fp4();
             FRT_UNROLL
             for (int i = 0; i < 4; ++i) {
-                table.four(nibbles_of(w[H][i % 2], i / 2), out + 2 * i);
+                fp4_four(nibbles_of(w[H][i % 2], i / 2), out + 2 * i);
             }
-            scale_all(out, both(ue4m3_half(scale[H])));
+            scale_all(out, scale[H]);
         }
     };
 };

@@ -525,9 +525,13 @@ inline int cost(const frt_mm_args & a, int rows, int tokens, int sm_count) {
     return ceil_div(tiles, sm_count) * (tokens + 64);
 }
 
+// Widest tile; where a format needs more registers than 256 columns leave, a narrower one.
+template <typename F, bool GLU> constexpr int kWidest = 256;
+template <> constexpr int kWidest<NVFP4, true> = 192;
+
 template <typename F, bool GLU> cudaError_t mm_glu(const frt_mm_args & args, frt_launch how, int tokens) {
     if (tokens == 0) {
-        tokens = 256;
+        tokens = kWidest<F, GLU>;
         for (int narrower : {128, 64}) {
             if (cost(args, kTileRows<GLU>, narrower, how.sm_count) < cost(args, kTileRows<GLU>, tokens, how.sm_count)) {
                 tokens = narrower;
@@ -536,7 +540,7 @@ template <typename F, bool GLU> cudaError_t mm_glu(const frt_mm_args & args, frt
     }
     return tokens == 64    ? mm_launch<F, 64, GLU>(args, how)
            : tokens == 128 ? mm_launch<F, 128, GLU>(args, how)
-                           : mm_launch<F, 256, GLU>(args, how);
+                           : mm_launch<F, kWidest<F, GLU>, GLU>(args, how);
 }
 
 // tokens: width of a tile, 0 for the best.
