@@ -186,15 +186,10 @@ impl Compiler {
         if !output.status.success() {
             return Err(format!("nvcc failed on {}:\n{log}", source.display()));
         }
-        // Neither is an error to nvcc, and neither shows in results: a build of kernels that are slow for no reason in their source would
-        // pass every test.
-        let losses = ptxas::losses(&log);
-        if !losses.is_empty() {
-            return Err(format!("{}: {}", source.display(), losses.join("\n")));
-        }
-        let spills = ptxas::spills(&log);
-        if !spills.is_empty() {
-            return Err(format!("{}: registers spill\n{}", source.display(), spills.join("\n")));
+        // A spill costs a little, wgmma instructions that ptxas serializes cost a mat-mul most of its speed. It mentions either in passing.
+        let faults = ptxas::faults(&log);
+        if !faults.is_empty() {
+            return Err(format!("{}:\n{}", source.display(), faults.join("\n")));
         }
         fs::write(&stamp, command_line).map_err(|e| format!("{}: {e}", stamp.display()))
     }

@@ -1,7 +1,13 @@
 //! Reads what `ptxas -v` says about each kernel.
 
+/// What makes a kernel slow for no reason in its source. Results stay right and nvcc does not call it an error, so no test would show it.
+pub fn faults(log: &str) -> Vec<String> {
+    let spills = spills(log).into_iter().map(|spill| format!("registers spill: {spill}"));
+    spills.chain(losses(log)).collect()
+}
+
 /// Kernels that spill registers to memory, as "kernel for arch: N bytes stored, M loaded".
-pub fn spills(log: &str) -> Vec<String> {
+fn spills(log: &str) -> Vec<String> {
     let mut kernel = "unknown kernel".to_string();
     let mut found = Vec::new();
     for line in log.lines() {
@@ -17,9 +23,9 @@ pub fn spills(log: &str) -> Vec<String> {
     found
 }
 
-/// Where the assembler gave up what the code relies on, such as running wgmma instructions asynchronously, in its own words, which name
-/// the kernel. It only says so as information, and the kernel is right, but slower by a multiple.
-pub fn losses(log: &str) -> Vec<String> {
+/// Where the assembler gives up what a kernel is built on: to run wgmma instructions asynchronously, or to move registers between warps.
+/// In its own words, which name the kernel.
+fn losses(log: &str) -> Vec<String> {
     let loss = |line: &str| {
         line.split_once("Potential Performance Loss: ")
             .map(|(_, loss)| loss.to_string())

@@ -120,6 +120,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_kernel(const __grid_const
             y[j] = {y[j].x + h[j].x, y[j].y + h[j].y, y[j].z + h[j].z, y[j].w + h[j].w};
         }
         squares += dot(y[j]);
+        if constexpr (!kAligned) {
+            __syncwarp();  // no load moves over it: fetched all at once, the weights would spill on sm_110
+        }
     }
     scale = rsqrtf(block_sum(squares, scratch[1]) / n + a.eps2);
 

@@ -17,6 +17,8 @@ struct Kernel {
     spills: usize,
     /// Integer dot products of four bytes.
     dot: usize,
+    /// Tensor-core instructions of warpgroups.
+    wgmma: usize,
     /// Waits for the kernel before it (programmatic dependent launch).
     wait: usize,
 }
@@ -30,11 +32,12 @@ pub fn gate(context: &Context, cuda: &Cuda, archive: &Path) -> Result<String> {
     }
     let hopper = kernels.iter().filter(|kernel| kernel.arch == "sm_90a").count();
     ensure!(hopper > 0, "{} has no kernel for sm_90a", archive.display());
-    ensure!(
-        kernels.iter().any(|kernel| kernel.dot > 0),
-        "{} has no kernel that uses IDP",
-        archive.display()
-    );
+    for (what, is_there) in [
+        ("IDP", kernels.iter().any(|kernel| kernel.dot > 0)),
+        ("HGMMA", kernels.iter().any(|kernel| kernel.wgmma > 0)),
+    ] {
+        ensure!(is_there, "{} has no kernel that uses {what}", archive.display());
+    }
     let ptx = cuobjdump(context, cuda, "-lptx", archive)?;
     // Newer GPUs than the ones named compile this text.
     let with_ptx = ptx
@@ -54,6 +57,7 @@ fn faults(kernel: &Kernel) -> Vec<String> {
         name,
         spills,
         dot,
+        wgmma,
         wait,
     } = kernel;
     let mut faults = Vec::new();
@@ -64,6 +68,10 @@ fn faults(kernel: &Kernel) -> Vec<String> {
         faults.push(format!(
             "{object} {arch} {name}: multiplies quantised weights without IDP"
         ));
+    }
+    // On other GPUs it is a trap that nobody calls.
+    if arch == "sm_90a" && name.contains("mm_kernel") && *wgmma == 0 {
+        faults.push(format!("{object} {arch} {name}: multiplies without HGMMA"));
     }
     if arch.starts_with("sm_90") && *wait == 0 {
         faults.push(format!(
@@ -99,6 +107,7 @@ fn parse(text: &str) -> Vec<Kernel> {
             match opcode.split('.').next().unwrap_or_default() {
                 "STL" | "LDL" if line.contains("[R1]") || line.contains("[R1+") => kernel.spills += 1,
                 "IDP" => kernel.dot += 1,
+                "HGMMA" => kernel.wgmma += 1,
                 "ACQBULK" => kernel.wait += 1,
                 _ => {}
             }
@@ -137,7 +146,8 @@ fn cuobjdump(context: &Context, cuda: &Cuda, what: &str, archive: &Path) -> Resu
             .next()
             .unwrap_or_default()
     );
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    // Hundreds of megabytes: not copied.
+    String::from_utf8(output.stdout).context("cuobjdump printed no text")
 }
 
 #[cfg(test)]
@@ -162,6 +172,11 @@ arch = sm_90a
         /*0000*/                   STL [R1], R2 ;                    /* 0x0 */
         /*0010*/                   LDL.64 R2, [R1+0x8] ;             /* 0x0 */
         /*0020*/                   LDL R3, [R18] ;                   /* 0x0 */
+member /b/libx.a:mm-mm_q4_k.o:
+arch = sm_90a
+\t\tFunction : mm_kernel_a
+        /*0000*/                   ACQBULK ;                         /* 0x0 */
+        /*0010*/                   HGMMA.64x256x16.F32 R24, R4, gdesc[UR4], R24 ; /* 0x0 */
 ";
 
     #[test]
@@ -169,13 +184,14 @@ arch = sm_90a
         let kernels = parse(DUMP);
         let found: Vec<_> = kernels
             .iter()
-            .map(|k| (k.object.as_str(), k.name.as_str(), k.spills, k.dot, k.wait))
+            .map(|k| (k.object.as_str(), k.name.as_str(), k.spills, k.dot, k.wgmma, k.wait))
             .collect();
         assert_eq!(
             found,
             [
-                ("gemv-gemv_q4_k.o", "gemv_a", 0, 1, 1),
-                ("norm-norm.o", "norm_a", 2, 0, 0)
+                ("gemv-gemv_q4_k.o", "gemv_a", 0, 1, 0, 1),
+                ("norm-norm.o", "norm_a", 2, 0, 0, 0),
+                ("mm-mm_q4_k.o", "mm_kernel_a", 0, 0, 1, 1),
             ]
         );
     }
@@ -187,5 +203,10 @@ arch = sm_90a
         assert_eq!(faults(&kernels[1]).len(), 2);
         let slow = parse(&DUMP.replace("IDP.4A.S8.S8", "IMAD"));
         assert!(faults(&slow[0])[0].contains("without IDP"));
+        assert_eq!(faults(&kernels[2]), Vec::<String>::new());
+        let scalar = DUMP.replace("HGMMA.64x256x16.F32", "FFMA");
+        assert!(faults(&parse(&scalar)[2])[0].contains("without HGMMA"));
+        let elsewhere = parse(&scalar.replace("arch = sm_90a", "arch = sm_87"));
+        assert_eq!(faults(&elsewhere[2]), Vec::<String>::new());
     }
 }
