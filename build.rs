@@ -186,6 +186,12 @@ impl Compiler {
         if !output.status.success() {
             return Err(format!("nvcc failed on {}:\n{log}", source.display()));
         }
+        // Neither is an error to nvcc, and neither shows in results: a build of kernels that are slow for no reason in their source would
+        // pass every test.
+        let losses = ptxas::losses(&log);
+        if !losses.is_empty() {
+            return Err(format!("{}: {}", source.display(), losses.join("\n")));
+        }
         let spills = ptxas::spills(&log);
         if !spills.is_empty() {
             return Err(format!("{}: registers spill\n{}", source.display(), spills.join("\n")));

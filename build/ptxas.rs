@@ -17,6 +17,16 @@ pub fn spills(log: &str) -> Vec<String> {
     found
 }
 
+/// Where the assembler gave up what the code relies on, such as running wgmma instructions asynchronously, in its own words, which name
+/// the kernel. It only says so as information, and the kernel is right, but slower by a multiple.
+pub fn losses(log: &str) -> Vec<String> {
+    let loss = |line: &str| {
+        line.split_once("Potential Performance Loss: ")
+            .map(|(_, loss)| loss.to_string())
+    };
+    log.lines().filter_map(loss).collect()
+}
+
 fn bytes_before(line: &str, what: &str) -> u64 {
     let number = line
         .split_once(what)

@@ -34,7 +34,7 @@ typedef struct frt_h16 {
     void *  x;      // f16 [k / 64][n_tokens rounded up to 8][64], k % 64 == 0, on 128 bytes. Of each 64 values, the piece of 16 bytes
                     // c < 8 lies at c ^ (token % 8) and holds, for q = 0 .. 3, the values 16 q + 2 c and 16 q + 2 c + 1. Rows behind
                     // n_tokens are not written
-    float * scale;  // [n_tokens]: the value is scale * x. At least 2^-113, so that rows below 2^-100 lie lower than said above. 1 for a
+    float * scale;  // [n_tokens]: the value is scale * x. At least 2^-126, so that rows below 2^-113 lie lower than said above. 1 for a
                     // row of zeros; a row with Inf or NaN has them in x, and scale 1
 } frt_h16;          // null pointers: no hand-off
 

@@ -234,3 +234,20 @@ fn a_spill_is_reported_with_its_kernel() {
                \x20   32 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads\n";
     assert_eq!(ptxas::spills(log), ["_Z3badv for sm_87: 16 bytes stored, 24 loaded"]);
 }
+
+#[test]
+fn serialized_tensor_core_instructions_are_reported_with_their_kernel() {
+    let log = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register \
+               resources for the wgmma pipeline in the function '_Z3badv'\n\
+               ptxas info    : Compiling entry function '_Z3badv' for 'sm_90a'\n\
+               ptxas info    : Function properties for _Z3badv\n\
+               \x20   0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n";
+    let losses = ptxas::losses(log);
+    assert_eq!(losses.len(), 1);
+    assert!(
+        losses[0].starts_with("wgmma.mma_async") && losses[0].ends_with("'_Z3badv'"),
+        "{losses:?}"
+    );
+    assert!(ptxas::losses(&log.replace("Potential Performance Loss: ", "")).is_empty());
+    assert!(ptxas::spills(log).is_empty());
+}

@@ -191,14 +191,20 @@ fn without_a_uid_a_leaf_that_became_an_input_is_another_graph() {
 }
 
 /// A leaf in an ordinary buffer may have been written by the last kernels of the graph before, which dependent launch could
-/// overtake. Weights cannot.
+/// overtake. Weights cannot. In a prefill the first launch is a conversion.
 #[test]
 fn the_first_launch_waits_where_constants_are_no_weights() {
-    let weights = model(Shape {
+    let decode = model(Shape {
         n_tokens: 2,
         ..Shape::tiny(Family::Gemma3)
     });
-    for (record, waits) in [(on_an_rpc_server(weights.clone()), true), (weights, false)] {
+    let prefill = prefill(Family::Gemma3);
+    for (record, waits) in [
+        (on_an_rpc_server(decode.clone()), true),
+        (decode, false),
+        (on_an_rpc_server(prefill.clone()), true),
+        (prefill, false),
+    ] {
         let mut b = bench_with(record, &[], |_| {});
         b.owned.host_mut().flags = FLASHRT_HOST_PDL;
         for evaluation in 0..2 {

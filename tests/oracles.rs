@@ -291,7 +291,7 @@ fn mat_muls() {
         let res_rows: Vec<Bounded> = res.iter().map(|row| Bounded::exact(row)).collect();
         let want = mm_res(&gate, &tokens, Some(&Bounded::exact(&bias)), Some(&res_rows));
         let product = mat_mul_f16(&gate, &f16[0]);
-        accepts(&add_f32(&add_f32(&product, &bias), &res[0]), &want[0]);
+        accepts(&add_f32(&product, &add_f32(&bias, &res[0])), &want[0]);
         refuses("a missing bias", &add_f32(&product, &res[0]), &want[0]);
         refuses(
             "another token's residual",

@@ -32,6 +32,8 @@ template <int LANES = 32> __device__ __forceinline__ float lanes_max(float v) {
     return v;
 }
 
+__device__ __forceinline__ unsigned warp_max(unsigned v) { return __reduce_max_sync(kAllLanes, v); }
+
 // Sum over a block of whole warps, at most 1024 threads. `scratch` holds 32 floats and is free again after the next
 // __syncthreads(); two calls in a row need two scratches.
 __device__ __forceinline__ float block_sum(float v, float * scratch) {
@@ -43,6 +45,17 @@ __device__ __forceinline__ float block_sum(float v, float * scratch) {
     __syncthreads();
     v = lane < static_cast<int>(blockDim.x / 32) ? scratch[lane] : 0.0f;
     return lanes_sum<32>(v);
+}
+
+// Maximum, likewise.
+__device__ __forceinline__ unsigned block_max(unsigned v, unsigned * scratch) {
+    v = warp_max(v);
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) {
+        scratch[threadIdx.x / 32] = v;
+    }
+    __syncthreads();
+    return warp_max(lane < static_cast<int>(blockDim.x / 32) ? scratch[lane] : 0u);
 }
 
 }  // namespace frt

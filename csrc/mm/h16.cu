@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // f32 rows to frt_h16: each scaled by a power of two and stored as wgmma reads it. One block per row.
 #include "../common/pdl.cuh"
-#include "h16.cuh"
+#include "../quant/h16.cuh"
 
 namespace frt {
 
@@ -11,23 +11,16 @@ constexpr int kThreads = 512;
 
 // EIGHTS: pieces of 8 values that a thread keeps in registers; 0: the row is longer, and is read twice.
 template <int EIGHTS> __global__ void __launch_bounds__(kThreads) to_h16_kernel(const __grid_constant__ frt_h16_args a) {
-    __shared__ float scratch[32];
+    __shared__ unsigned scratch[32];
     pdl_wait();
     const int      t = blockIdx.x, n = a.k / 8;
     const float * x = a.x + t * a.x_stride;
     float          v[EIGHTS > 0 ? EIGHTS : 1][8];
-    float          most = 0.0f;
-    auto           read = [&](int i, float(&to)[8]) {
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            const float2 two = *reinterpret_cast<const float2 *>(x + h16_index(i, q));
-            to[2 * q] = two.x, to[2 * q + 1] = two.y;
-        }
-    };
+    unsigned       most = 0;
     auto most_of = [&](const float(&of)[8]) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            most = nan_max(most, fabsf(of[j]));
+            most = max(most, h16_magnitude(of[j]));
         }
     };
     if constexpr (EIGHTS > 0) {
@@ -35,19 +28,19 @@ template <int EIGHTS> __global__ void __launch_bounds__(kThreads) to_h16_kernel(
         for (int e = 0; e < EIGHTS; ++e) {
             const int i = threadIdx.x + e * kThreads;
             if (i < n) {
-                read(i, v[e]);
+                h16_load(x, i, v[e]);
                 most_of(v[e]);
             }
         }
     } else {
         for (int i = threadIdx.x; i < n; i += kThreads) {
-            read(i, v[0]);
+            h16_load(x, i, v[0]);
             most_of(v[0]);
         }
     }
-    const H16Scale scale = h16_scale(block_nan_max(most, scratch));
+    const H16Scale scale(block_max(most, scratch));
     if (threadIdx.x == 0) {
-        a.y.scale[t] = scale.value;
+        a.y.scale[t] = scale.scale;
     }
     if constexpr (EIGHTS > 0) {
 #pragma unroll
@@ -59,7 +52,7 @@ template <int EIGHTS> __global__ void __launch_bounds__(kThreads) to_h16_kernel(
         }
     } else {
         for (int i = threadIdx.x; i < n; i += kThreads) {
-            read(i, v[0]);
+            h16_load(x, i, v[0]);
             h16_store(a.y, t, a.n_tokens, i, v[0], scale);
         }
     }
@@ -75,8 +68,8 @@ template <int EIGHTS> cudaError_t to_h16(const frt_h16_args & a, frt_launch how)
 
 extern "C" int frt_to_h16(const frt_h16_args * args, frt_launch how) {
     const frt_h16_args & a = *args;
-    if (a.n_tokens < 1 || a.k < 64 || a.k % 64 != 0 || a.x == nullptr || a.y.x == nullptr || a.y.scale == nullptr ||
-        reinterpret_cast<uintptr_t>(a.x) % 16 != 0 || a.x_stride % 4 != 0) {
+    if (a.n_tokens < 1 || a.k < 1 || a.k % frt::kH16Columns != 0 || a.x == nullptr || a.y.x == nullptr || a.y.scale == nullptr ||
+        reinterpret_cast<uintptr_t>(a.x) % 16 != 0 || reinterpret_cast<uintptr_t>(a.y.x) % frt::kH16Align != 0 || a.x_stride % 4 != 0) {
         return cudaErrorInvalidValue;
     }
     return a.k <= 8 * frt::kThreads    ? frt::to_h16<1>(a, how)

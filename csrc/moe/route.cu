@@ -4,7 +4,7 @@
 // Two launches, a block per expert each: one counts, the other finds out where its expert's rows begin and writes them in order. Both
 // read all ids, which lie in the L2 cache. The order is the same in every run.
 #include "../common/pdl.cuh"
-#include "../mm/h16.cuh"
+#include "../quant/h16.cuh"
 
 namespace frt {
 
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads) place_kernel(const __grid_constant__
 }
 
 __global__ void __launch_bounds__(kThreads) moe_h16_kernel(const __grid_constant__ frt_moe_h16_args a) {
-    __shared__ float scratch[32];
+    __shared__ unsigned scratch[32];
     pdl_wait();
     const int place = blockIdx.x;
     const int pair = place < a.route.begin[a.n_experts] ? a.route.rows[place] : -1;
@@ -101,22 +101,17 @@ __global__ void __launch_bounds__(kThreads) moe_h16_kernel(const __grid_constant
         return;
     }
     const float * x = a.x + (a.per_slot ? pair : pair / a.n_used) * a.x_stride;
-    float         most = 0.0f;
+    unsigned      most = 0;
     for (int i = threadIdx.x; i < a.k / 4; i += kThreads) {
-        const float4 v = reinterpret_cast<const float4 *>(x)[i];
-        most = nan_max(most, nan_max(nan_max(fabsf(v.x), fabsf(v.y)), nan_max(fabsf(v.z), fabsf(v.w))));
+        most = max(most, h16_magnitude(reinterpret_cast<const float4 *>(x)[i]));
     }
-    const H16Scale scale = h16_scale(block_nan_max(most, scratch));
+    const H16Scale scale(block_max(most, scratch));
     if (threadIdx.x == 0) {
-        a.y.scale[place] = scale.value;
+        a.y.scale[place] = scale.scale;
     }
     for (int i = threadIdx.x; i < a.k / 8; i += kThreads) {
         float v[8];
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            const float2 two = *reinterpret_cast<const float2 *>(x + h16_index(i, q));
-            v[2 * q] = two.x, v[2 * q + 1] = two.y;
-        }
+        h16_load(x, i, v);
         h16_store(a.y, place, frt_moe_max_rows(a.n_pairs, a.n_experts), i, v, scale);
     }
 }
@@ -139,8 +134,9 @@ extern "C" int frt_moe_route(const frt_moe_route_args * args, frt_launch how) {
 
 extern "C" int frt_moe_to_h16(const frt_moe_h16_args * args, frt_launch how) {
     const frt_moe_h16_args & a = *args;
-    if (a.k < 64 || a.k % 64 != 0 || a.n_pairs < 1 || a.n_used < 1 || a.n_experts < 1 || a.x == nullptr || a.y.x == nullptr ||
-        a.y.scale == nullptr || reinterpret_cast<uintptr_t>(a.x) % 16 != 0 || a.x_stride % 4 != 0) {
+    if (a.k < 1 || a.k % frt::kH16Columns != 0 || a.n_pairs < 1 || a.n_used < 1 || a.n_experts < 1 || a.x == nullptr || a.y.x == nullptr ||
+        a.y.scale == nullptr || reinterpret_cast<uintptr_t>(a.x) % 16 != 0 || a.x_stride % 4 != 0 ||
+        reinterpret_cast<uintptr_t>(a.y.x) % frt::kH16Align != 0) {
         return cudaErrorInvalidValue;
     }
     return frt::launch<frt::moe_h16_kernel>(how, frt_moe_max_rows(a.n_pairs, a.n_experts), frt::kThreads, 0, a);

@@ -11,7 +11,7 @@
 #include "../common/pdl.cuh"
 #include "../common/reduce.cuh"
 #include "../flashrt_kernels.h"
-#include "../mm/h16.cuh"
+#include "../quant/h16.cuh"
 #include "../quant/q8.cuh"
 
 #include <type_traits>
@@ -75,7 +75,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_kernel(const __grid_const
     // With more than 4 quads a thread's registers do not hold the weights beside h and x: they are then fetched late.
     constexpr bool kEarly = kQuads <= 4;
     constexpr int kHeld = kEarly ? kQuads : 1;
-    __shared__ float scratch[3][32];
+    __shared__ float scratch[2][32];
+    __shared__ unsigned largest[32];
     const int n = a.n_cols;
     const int64_t row = blockIdx.x;
     const auto column = [&](int j) { return 4 * static_cast<int>(threadIdx.x + j * blockDim.x); };
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_kernel(const __grid_const
     scale = rsqrtf(block_sum(squares, scratch[1]) / n + a.eps2);
 
     // Behind the barrier of the sum above: every thread has read its part of h and x.
-    float most = 0.0f;
+    unsigned magnitude = 0;
 #pragma unroll
     for (int j = 0; j < kQuads; j++) {
         const int i = column(j);
@@ -143,24 +144,30 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_kernel(const __grid_const
                 }
             }
         }
-        if (a.zh.x != nullptr) {
+        if (a.zh.x != nullptr && i < n) {
             y[j] = z;
-            if (i < n) {
-                most = nan_max(nan_max(nan_max(nan_max(most, fabsf(z.x)), fabsf(z.y)), fabsf(z.z)), fabsf(z.w));
-            }
+            magnitude = max(magnitude, h16_magnitude(z));
         }
     }
     if (a.zh.x != nullptr) {
-        const H16Scale h16 = h16_scale(block_nan_max(most, scratch[2]));
+        const H16Scale h16(block_max(magnitude, largest));
+        // A lane's four values are word q of two pieces. The lane 4 away has the word beside it of both: they exchange one each, and
+        // store two words of one piece.
+        const int  q = threadIdx.x / 4 % 4;
+        const bool odd = q % 2 != 0;
+        const int  piece = threadIdx.x % 4 * 2 + odd;
 #pragma unroll
         for (int j = 0; j < kQuads; j++) {
-            const int i = column(j);
+            const int      i = column(j);
+            const unsigned first = h16.pair(y[j].x, y[j].y), second = h16.pair(y[j].z, y[j].w);
+            const unsigned other = __shfl_xor_sync(kAllLanes, odd ? first : second, 4);
             if (i < n) {
-                h16_store_quad(a.zh, static_cast<int>(row), a.n_rows, i / 4, y[j], h16);
+                unsigned * words = h16_piece(a.zh, row, a.n_rows, i / kH16Columns * 8 + piece);
+                *reinterpret_cast<uint2 *>(words + q / 2 * 2) = odd ? make_uint2(other, second) : make_uint2(first, other);
             }
         }
         if (threadIdx.x == 0) {
-            a.zh.scale[row] = h16.value;
+            a.zh.scale[row] = h16.scale;
         }
     }
 }
@@ -185,7 +192,7 @@ int frt_norm(const frt_norm_args * args, frt_launch how) {
     if (a.n_rows < 1 || a.n_cols < 1 || a.n_cols > kMaxCols || a.h == nullptr || a.x == nullptr || a.w2 == nullptr ||
         (a.z == nullptr && a.zq.qs == nullptr && a.zh.x == nullptr) ||
         (a.zq.qs != nullptr && (a.zq.ds == nullptr || a.n_cols % 32 != 0)) ||
-        (a.zh.x != nullptr && (a.zh.scale == nullptr || a.n_cols % 64 != 0))) {
+        (a.zh.x != nullptr && (a.zh.scale == nullptr || a.n_cols % kH16Columns != 0 || reinterpret_cast<uintptr_t>(a.zh.x) % kH16Align != 0))) {
         return cudaErrorInvalidValue;
     }
     const int quads = (a.n_cols + 3) / 4;

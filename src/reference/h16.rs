@@ -43,14 +43,14 @@ impl H16Row {
 }
 
 /// The power of two by which a row with this largest magnitude is divided, so that it lies in `[2^13, 2^14)`; below, when the
-/// magnitude is below `2^-100`.
+/// magnitude is below `2^-113`.
 pub fn scale(largest: f64) -> f64 {
     if largest == 0.0 || !largest.is_finite() {
         return 1.0;
     }
     // Not by log2, which rounds.
     let exponent = (largest.to_bits() >> 52) as i32 - 1023;
-    2f64.powi(exponent.max(-100) - 13)
+    2f64.powi((exponent - 13).max(-126))
 }
 
 /// A row that is only known within bounds, as f16: each value rounded relative to itself, or, where it is too small for that,
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn the_largest_value_lies_below_two_to_the_fourteenth() {
-        for largest in [1.0f32, 1.999_999_9, 2.0, 3e-7, 6.5e9, f32::MAX, 2f32.powi(-100)] {
+        for largest in [1.0f32, 1.999_999_9, 2.0, 3e-7, 6.5e9, f32::MAX, 2f32.powi(-113)] {
             let row = H16Row::new(&[0.0, largest / 3.0, -largest]);
             // Rounding may take it there.
             let top = row.values[2].to_f64().abs();
@@ -105,11 +105,11 @@ mod tests {
 
     #[test]
     fn the_smallest_rows_keep_a_normal_scale() {
-        let row = H16Row::new(&[2f32.powi(-137), 2f32.powi(-103)]);
-        assert_eq!(row.scale, 2f32.powi(-113));
+        let row = H16Row::new(&[f32::from_bits(1), 2f32.powi(-120)]);
+        assert_eq!(row.scale, 2f32.powi(-126));
         assert_eq!(
             row.values.iter().map(|v| v.to_f64()).collect::<Vec<_>>(),
-            [2f64.powi(-24), 1024.0]
+            [2f64.powi(-23), 64.0]
         );
     }
 
