@@ -40,24 +40,34 @@ impl Route {
     }
 }
 
-/// `product` of each pair with its expert; `None` where the id is no expert: such rows are left as they are.
-fn routed(ids: &[i32], n_experts: usize, product: impl Fn(usize, usize) -> Bounded) -> Vec<Option<Bounded>> {
-    let expert = |id: i32| usize::try_from(id).ok().filter(|&e| e < n_experts);
-    (0..ids.len())
-        .map(|pair| expert(ids[pair]).map(|e| product(e, pair)))
-        .collect()
+/// The product of each expert with its pairs; `None` for a pair whose id is no expert: such rows are left as they are.
+fn routed(
+    ids: &[i32],
+    x: &[Bounded],
+    n_experts: usize,
+    product: impl Fn(usize, &[Bounded]) -> Vec<Bounded>,
+) -> Vec<Option<Bounded>> {
+    assert_eq!(ids.len(), x.len(), "an input for each pair");
+    let mut out = vec![None; ids.len()];
+    for expert in 0..n_experts {
+        let mine = |pair: &usize| usize::try_from(ids[*pair]) == Ok(expert);
+        let pairs: Vec<usize> = (0..ids.len()).filter(mine).collect();
+        let inputs: Vec<Bounded> = pairs.iter().map(|&pair| x[pair].clone()).collect();
+        for (pair, result) in pairs.into_iter().zip(product(expert, &inputs)) {
+            out[pair] = Some(result);
+        }
+    }
+    out
 }
 
 /// `w[id] . x` of each pair.
 pub fn moe_prefill(w: &[Matrix], ids: &[i32], x: &[Bounded]) -> Vec<Option<Bounded>> {
-    routed(ids, w.len(), |e, pair| mm_prefill(&w[e], &x[pair..=pair]).remove(0))
+    routed(ids, x, w.len(), |e, x| mm_prefill(&w[e], x))
 }
 
 /// `act(gate[id] . x) * (up[id] . x)` of each pair.
 pub fn moe_ffn(kind: Glu, gate: &[Matrix], up: &[Matrix], ids: &[i32], x: &[Bounded]) -> Vec<Option<Bounded>> {
-    routed(ids, gate.len(), |e, pair| {
-        geglu_ffn(kind, &gate[e], &up[e], &x[pair..=pair]).remove(0)
-    })
+    routed(ids, x, gate.len(), |e, x| geglu_ffn(kind, &gate[e], &up[e], x))
 }
 
 #[cfg(test)]

@@ -129,6 +129,13 @@ impl Memory {
         }
     }
 
+    /// Fills a contiguous tensor of i32.
+    pub fn set_i32s(&mut self, t: &TensorRecord, values: &[i32]) {
+        for (i, v) in values.iter().enumerate() {
+            self.write_bytes(t.data as usize + 4 * i, &v.to_le_bytes());
+        }
+    }
+
     fn f32(&self, address: usize) -> f64 {
         f64::from(f32::from_le_bytes(self.at(address, 4).try_into().unwrap()))
     }
@@ -793,8 +800,14 @@ pub fn all_on() -> Settings {
 
 /// Memory after running the graph as the host's loop does, with the engine in it.
 pub fn run_fused(record: &GraphRecord, memory: &Memory) -> FusedRun {
+    run_fused_from(FROM_MANY, record, memory)
+}
+
+/// The same with other thresholds.
+pub fn run_fused_from(thresholds: Thresholds, record: &GraphRecord, memory: &Memory) -> FusedRun {
     let device = FakeDevice::new(memory.clone());
-    let engine = Engine::new(all_on(), Box::new(device.clone()));
+    let settings = Settings { thresholds, ..all_on() };
+    let engine = Engine::new(settings, Box::new(device.clone()));
     let owned = OwnedGraph::new(record).unwrap();
     run_with(&engine, &device, &owned, record)
 }
