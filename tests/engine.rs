@@ -358,7 +358,7 @@ fn experts_beyond_the_scratch_limit_are_left_to_stock() {
     let run = |kib: usize| {
         let memory = Memory::for_graph(&record, 5);
         let device = FakeDevice::new(memory.clone());
-        let b = bench_of(record.clone(), memory, device, settings(2 * (64 + kib) << 10));
+        let b = bench_of(record.clone(), memory, device, settings((2 * (64 + kib)) << 10));
         evaluate(&b);
         let all = launches(&b);
         let declined = |window: &str| {
