@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Microbenchmark of the mat-mul with many rows: convert of the activations and multiplication, alone and together.
 //
-//   mm_bench [type k n_rows n_tokens glu]...
+//   mm_bench [--json] [type k n_rows n_tokens glu]...
 //
-// One line per shape and tile width: microseconds (median of 30, CUDA events around 4 calls that alternate between 4 copies of
-// the weights) and TFLOP/s. Weights and activations are random; results are compared between tile widths.
+// One line per shape and tile width (0: the width that frt_mm chooses): microseconds (median of 30, CUDA events around 4 calls that
+// alternate between 4 copies of the weights) and TFLOP/s. Weights and activations are random; results are compared between tile widths.
+// With --json one object per shape: TFLOP/s of each of the 30 samples, activation convert included, at the chosen width.
 #include "../csrc/mm/mm.cuh"
 #include <algorithm>
 #include <cstdio>
@@ -36,11 +37,11 @@ static const Type kTypes[] = {
     {"iq4_xs", 23, 256, 136, {0}}, {"mxfp4", 39, 32, 17, {}},  {"nvfp4", 40, 64, 36, {}},
 };
 
-static double median_us(cudaStream_t stream, const std::function<void(int)> & call) {
+static std::vector<float> samples_us(cudaStream_t stream, const std::function<void(int)> & call) {
     cudaEvent_t a, b;
     CHECK(cudaEventCreate(&a));
     CHECK(cudaEventCreate(&b));
-    std::vector<float> ms;
+    std::vector<float> us;
     for (int i = 0; i < 33; ++i) {
         CHECK(cudaEventRecord(a, stream));
         for (int j = 0; j < 4; ++j) {
@@ -51,14 +52,19 @@ static double median_us(cudaStream_t stream, const std::function<void(int)> & ca
         float t;
         CHECK(cudaEventElapsedTime(&t, a, b));
         if (i >= 3) {
-            ms.push_back(t / 4);
+            us.push_back(1000.0f * t / 4);
         }
     }
-    std::sort(ms.begin(), ms.end());
-    return 1000.0 * ms[ms.size() / 2];
+    return us;
 }
 
-static void shape(const Type & type, int k, int n_rows, int n_tokens, int glu) {
+static double median_us(cudaStream_t stream, const std::function<void(int)> & call) {
+    std::vector<float> us = samples_us(stream, call);
+    std::sort(us.begin(), us.end());
+    return us[us.size() / 2];
+}
+
+static void shape(const Type & type, int k, int n_rows, int n_tokens, int glu, bool json) {
     std::mt19937 rng(7);
     const size_t row_bytes = static_cast<size_t>(k / type.block) * type.bytes;
     const int    matrices = glu >= 0 ? 2 : 1;
@@ -122,6 +128,21 @@ static void shape(const Type & type, int k, int n_rows, int n_tokens, int glu) {
             a.x = {h16, scales}, a.dst = dst, a.dst_stride = n_rows;
             return a;
         };
+        if (json) {
+            if (tokens == 0) {
+                printf("{\"type\": \"%s\", \"k\": %d, \"rows\": %d, \"tokens\": %d, \"tflops\": [", type.name, k, n_rows, n_tokens);
+                const char * comma = "";
+                for (float us : samples_us(stream, [&](int i) {
+                         CHECK(frt_to_h16(&convert, how));
+                         CHECK(frt::mm::mm_any(args(i), how, tokens));
+                     })) {
+                    printf("%s%.2f", comma, flop / us / 1e6);
+                    comma = ", ";
+                }
+                printf("]}\n");
+            }
+            continue;
+        }
         const double alone = median_us(stream, [&](int i) { CHECK(frt::mm::mm_any(args(i), how, tokens)); });
         const double both = median_us(stream, [&](int i) {
             CHECK(frt_to_h16(&convert, how));
@@ -146,11 +167,13 @@ static void shape(const Type & type, int k, int n_rows, int n_tokens, int glu) {
 }
 
 int main(int argc, char ** argv) {
-    if ((argc - 1) % 5 != 0) {
-        fprintf(stderr, "usage: mm_bench [type k n_rows n_tokens glu]...\n");
+    const bool json = argc > 1 && strcmp(argv[1], "--json") == 0;
+    const int  first = json ? 2 : 1;
+    if ((argc - first) % 5 != 0) {
+        fprintf(stderr, "usage: mm_bench [--json] [type k n_rows n_tokens glu]...\n");
         return 2;
     }
-    for (int i = 1; i + 4 < argc; i += 5) {
+    for (int i = first; i + 4 < argc; i += 5) {
         const Type * type = nullptr;
         for (const Type & t : kTypes) {
             if (strcmp(t.name, argv[i]) == 0) {
@@ -161,7 +184,7 @@ int main(int argc, char ** argv) {
             fprintf(stderr, "mm_bench: no type %s\n", argv[i]);
             return 2;
         }
-        shape(*type, atoi(argv[i + 1]), atoi(argv[i + 2]), atoi(argv[i + 3]), atoi(argv[i + 4]));
+        shape(*type, atoi(argv[i + 1]), atoi(argv[i + 2]), atoi(argv[i + 3]), atoi(argv[i + 4]), json);
     }
     return 0;
 }

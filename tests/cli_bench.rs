@@ -139,7 +139,12 @@ fn the_mask_patch_is_in_both_arms_or_in_none() {
     patch(&host);
     assert!(complaint(&mut run()).contains("only the host build has the mask patch"));
     assert!(!scratch.path("report.json").exists());
+    // Unless the gain of both is what is asked for.
+    stdout(run().args(["--mode", "user-gain"]));
+    assert_eq!(report(&scratch)["build"]["baseline"], "an unpatched build");
+    std::fs::remove_file(scratch.path("report.json")).unwrap();
     patch(&stock);
+    assert!(complaint(run().args(["--mode", "user-gain"])).contains("--stock must be given without it"));
     stdout(&mut run());
     assert_eq!(
         report(&scratch)["build"]["baseline"],

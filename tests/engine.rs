@@ -90,7 +90,12 @@ fn each_switch_removes_its_window_alone_and_results_stay() {
         n_tokens: 2,
         ..Shape::tiny(Family::Gemma3)
     });
-    for record in [decode, prefill(Family::Gemma3), prefill(Family::Qwen2)] {
+    for record in [
+        decode,
+        prefill(Family::Gemma3),
+        prefill(Family::Qwen2),
+        prefill(Family::Qwen3Moe),
+    ] {
         let all = bench_with(record.clone(), &[], |_| {});
         evaluate(&all);
         for name in windows_of(&all) {
@@ -296,7 +301,8 @@ fn no_failed_launch_goes_unnoticed() {
     }
 }
 
-/// What was launched, in order: `n` for a norm, `N` for one that leaves f16 too, `c` for a conversion, `m` for a product.
+/// What was launched, in order: `n` for a norm, `N` for one that leaves f16 too, `c` for a conversion, `m` for a product;
+/// `r` for the route of experts, `g` for rows gathered in its order, `e` for their product.
 fn launches(b: &Bench) -> String {
     let calls = b.device.launches.lock().unwrap();
     let name = |call: &KernelCall| match call {
@@ -304,6 +310,9 @@ fn launches(b: &Bench) -> String {
         KernelCall::Norm(_) => 'N',
         KernelCall::ToH16(_) => 'c',
         KernelCall::Mm(_) => 'm',
+        KernelCall::MoeRoute(_) => 'r',
+        KernelCall::MoeToH16(_) => 'g',
+        KernelCall::MoeMm(_) => 'e',
         _ => '?',
     };
     calls.iter().map(name).collect()
@@ -326,6 +335,42 @@ fn the_first_reader_converts_what_no_norm_hands_over() {
     let first = launches(&b);
     evaluate(&b);
     assert_eq!(launches(&b), first.repeat(2));
+}
+
+/// Each product with experts by itself, from the route on. The norm before them keeps its f32 result, and leaves no other.
+#[test]
+fn experts_make_their_own_route_and_rows() {
+    let b = bench_with(prefill(Family::Qwen3Moe), &[], |_| {});
+    evaluate(&b);
+    let layer = ["cmmm", "cm", "n", "rge", "rge"].concat();
+    assert_eq!(launches(&b), format!("{layer}N{}Nm", &layer[1..]));
+}
+
+/// Scratch is bounded: products with experts that need more are stock's, and the rest is as before.
+#[test]
+fn experts_beyond_the_scratch_limit_are_left_to_stock() {
+    let record = prefill(Family::Qwen3Moe);
+    let settings = |limit: usize| Settings {
+        thresholds: FROM_MANY,
+        scratch_limit: limit,
+        ..Settings::from_vars([])
+    };
+    let run = |kib: usize| {
+        let memory = Memory::for_graph(&record, 5);
+        let device = FakeDevice::new(memory.clone());
+        let b = bench_of(record.clone(), memory, device, settings((2 * (64 + kib)) << 10));
+        evaluate(&b);
+        let all = launches(&b);
+        let declined = |window: &str| {
+            let index = WINDOWS.iter().position(|w| w.name == window).unwrap();
+            b.engine.stats().windows[index].declined.get("scratch limit").copied()
+        };
+        (all.matches("rge").count(), declined("MOE_FFN"), declined("MOE_PREFILL"))
+    };
+    // 40 places of 64 values a row, or of 128 for down.
+    assert_eq!(run(16), (4, None, None));
+    assert_eq!(run(8), (2, None, Some(2)));
+    assert_eq!(run(4), (0, Some(2), Some(2)));
 }
 
 #[test]

@@ -450,3 +450,52 @@ fn support_is_answered_before_a_launch() {
     }
     assert!(dst.read(&gpu.stream).iter().all(|v| v.is_nan()), "nothing was launched");
 }
+
+#[cfg(feature = "cuda")]
+mod graphs {
+    use super::*;
+    use std::ffi::{c_int, c_void};
+
+    unsafe extern "C" {
+        fn cudaStreamBeginCapture(stream: *mut c_void, mode: c_int) -> c_int;
+        fn cudaStreamEndCapture(stream: *mut c_void, graph: *mut *mut c_void) -> c_int;
+        fn cudaGraphInstantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> c_int;
+        fn cudaGraphLaunch(exec: *mut c_void, stream: *mut c_void) -> c_int;
+    }
+
+    /// B18: graphs are instantiated and updated long after their kernels were captured. A launch in between that needs less shared
+    /// memory must not take away what their nodes need: a server of four slots died of it after a few dozen requests.
+    #[test]
+    fn a_captured_launch_keeps_its_shared_memory() {
+        let Some(gpu) = Gpu::open() else { return };
+        let mut sample = Sample::new(18);
+        let case = |sample: &mut Sample, k: usize| {
+            let w = Weights::new(&gpu, sample, DType::Q4_K, 64, k);
+            let x = Activations::new(&gpu, sample, DType::Q4_K, 2, k, 0);
+            (w, x, gpu.output::<f32>(2 * 64))
+        };
+        let (large, small) = (case(&mut sample, 16384), case(&mut sample, 256));
+        let call = |(w, x, dst): &(Weights, Activations, Output<f32>)| {
+            let mut args = x.arguments(w, true);
+            args.seg[0] = w.segment(dst.raw(), 64);
+            gemv(&args, gpu.launch(true)).unwrap();
+        };
+        let stream = gpu.launch(true).stream;
+        let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: a stream of our own; the test's process ends with the graph.
+        unsafe { assert_eq!(cudaStreamBeginCapture(stream, 2), 0) };
+        call(&large);
+        // SAFETY: as above.
+        unsafe { assert_eq!(cudaStreamEndCapture(stream, &mut graph), 0) };
+        call(&small);
+        // SAFETY: as above.
+        unsafe {
+            assert_eq!(cudaGraphInstantiate(&mut exec, graph, 0), 0, "cannot be instantiated");
+            assert_eq!(cudaGraphLaunch(exec, stream), 0);
+        }
+        for (w, x, dst) in [&large, &small] {
+            let want: Vec<_> = (0..2).map(|t| w.matrix().mat_vec(&x.values[t])).collect();
+            expect_rows(&gpu, "in a graph", dst, 64, 64, &want);
+        }
+    }
+}

@@ -6,7 +6,8 @@ use std::path::Path;
 use std::process::Command;
 
 use ggml_flashrt::kernel::{
-    DecAttnArgs, GemvArgs, GemvSeg, H16Args, Launch, MmArgs, NormArgs, QkvPart, QkvTailArgs, Rope, H16, Q8,
+    moe_max_rows, DecAttnArgs, GemvArgs, GemvSeg, H16Args, Launch, MmArgs, MoeH16Args, MoeMmArgs, MoeRouteArgs,
+    MoeRows, NormArgs, QkvPart, QkvTailArgs, Rope, H16, MOE_MAX_EXPERTS, Q8,
 };
 
 /// Adds size and offsets of a mirror under their C expressions. `field = c_name` where the names differ.
@@ -164,9 +165,73 @@ fn mirrors_match_the_header() {
         res_stride
     );
     layout!(mirrors, H16Args, "frt_h16_args", x, x_stride, y, k, n_tokens);
+    layout!(mirrors, MoeRows, "frt_moe_rows", rows, begin, count);
+    layout!(
+        mirrors,
+        MoeRouteArgs,
+        "frt_moe_route_args",
+        ids,
+        ids_stride,
+        n_tokens,
+        n_used,
+        n_experts,
+        out
+    );
+    layout!(
+        mirrors,
+        MoeH16Args,
+        "frt_moe_h16_args",
+        x,
+        x_stride,
+        y,
+        route,
+        k,
+        n_pairs,
+        n_used,
+        n_experts,
+        per_slot
+    );
+    layout!(
+        mirrors,
+        MoeMmArgs,
+        "frt_moe_mm_args",
+        ty = "type",
+        glu,
+        w,
+        w2,
+        row_bytes,
+        expert_bytes,
+        n_rows,
+        k,
+        n_pairs,
+        n_experts,
+        x,
+        route,
+        dst,
+        dst_stride
+    );
+    mirrors.insert("(size_t) FRT_MOE_MAX_EXPERTS".into(), MOE_MAX_EXPERTS);
 
     let c = c_layout(mirrors.keys());
     assert_eq!(mirrors, c);
+}
+
+/// The same with kernels and without, and enough however the pairs are spread: the worst is one pair for each expert.
+#[test]
+fn routed_pairs_have_places_for_every_spread() {
+    for n_experts in [1usize, 3, 8, 37, 128, 1024] {
+        for n_pairs in [1usize, 7, 8, 9, 40, 4095, 16384] {
+            let places = moe_max_rows(n_pairs as i32, n_experts as i32) as usize;
+            assert_eq!(
+                places,
+                (n_pairs + 7 * n_experts).next_multiple_of(8),
+                "{n_pairs}, {n_experts}"
+            );
+            let alone = n_pairs.min(n_experts) - 1;
+            assert!(places >= 8 * alone + (n_pairs - alone).next_multiple_of(8));
+            assert!(places >= n_pairs.next_multiple_of(8));
+        }
+    }
 }
 
 /// Evaluates C expressions over the header.

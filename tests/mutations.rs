@@ -466,6 +466,11 @@ fn qwen2_prefill_mutants() {
     check_family(Family::Qwen2, MANY_TOKENS);
 }
 
+#[test]
+fn qwen3_moe_prefill_mutants() {
+    check_family(Family::Qwen3Moe, MANY_TOKENS);
+}
+
 /// What makes a kernel do the wrong thing.
 type Tamper = fn(&mut KernelCall);
 
@@ -543,6 +548,75 @@ fn faults_in_mat_muls_are_noticed() {
         ("a norm without its f16 form", |c| {
             if let KernelCall::Norm(a) = c {
                 a.zh = H16::NONE;
+            }
+        }),
+    ];
+    assert_eq!(unnoticed(&base, &faults), [""; 0]);
+}
+
+#[test]
+fn faults_in_products_with_experts_are_noticed() {
+    let base = model(Shape {
+        n_tokens: MANY_TOKENS,
+        n_kv: 16,
+        ..Shape::tiny(Family::Qwen3Moe)
+    });
+    let faults: [(&str, Tamper); 11] = [
+        ("an expert lost", |c| {
+            if let KernelCall::MoeRoute(a) = c {
+                a.n_experts -= 1;
+            }
+        }),
+        ("a token without experts", |c| {
+            if let KernelCall::MoeRoute(a) = c {
+                a.n_tokens -= 1;
+            }
+        }),
+        ("another token's experts", |c| {
+            if let KernelCall::MoeRoute(a) = c {
+                a.ids_stride = a.n_used.into();
+            }
+        }),
+        ("another slot's expert", |c| {
+            if let KernelCall::MoeRoute(a) = c {
+                a.ids = a.ids.wrapping_add(1);
+            }
+        }),
+        ("one input for all slots", |c| {
+            if let KernelCall::MoeToH16(a) = c {
+                a.per_slot = 0;
+            }
+        }),
+        ("one input for all tokens", |c| {
+            if let KernelCall::MoeToH16(a) = c {
+                a.x_stride = 0;
+            }
+        }),
+        ("one expert for all", |c| {
+            if let KernelCall::MoeMm(a) = c {
+                a.expert_bytes = 0;
+            }
+        }),
+        ("rows of weights apart", |c| {
+            if let KernelCall::MoeMm(a) = c {
+                a.row_bytes += 34;
+            }
+        }),
+        ("a row lost", |c| {
+            if let KernelCall::MoeMm(a) = c {
+                a.n_rows -= 1;
+            }
+        }),
+        ("gate and up exchanged", |c| {
+            if let KernelCall::MoeMm(a) = c {
+                if a.glu >= 0 {
+                    std::mem::swap(&mut a.w, &mut a.w2);
+                }
+            }
+        }),
+        ("results of pairs over each other", |c| {
+            if let KernelCall::MoeMm(a) = c {
+                a.dst_stride = 0;
             }
         }),
     ];

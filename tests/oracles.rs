@@ -10,6 +10,7 @@ use ggml_flashrt::reference::glu_gemv::glu_gemv;
 use ggml_flashrt::reference::h16::{self, H16Row};
 use ggml_flashrt::reference::mm_prefill::mm_prefill;
 use ggml_flashrt::reference::mm_res::mm_res;
+use ggml_flashrt::reference::moe::{moe_ffn, moe_prefill};
 use ggml_flashrt::reference::qkv_gemv::{qkv_gemv, Tail};
 use ggml_flashrt::reference::quant::{dequantize_row, DType, Matrix, Q8Row};
 use ggml_flashrt::reference::rope::Params;
@@ -304,6 +305,50 @@ fn mat_muls() {
             |g: &[f32], u: &[f32]| -> Vec<f32> { g.iter().zip(u).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect() };
         accepts(&swiglu(&g, &u), &want[0]);
         refuses("gate and up exchanged", &swiglu(&u, &g), &want[0]);
+    }
+}
+
+/// B32: an id that is no expert has no result.
+#[test]
+fn products_with_experts() {
+    const K: usize = 256;
+    const ROWS: usize = 24;
+    const IDS: [i32; 6] = [2, 0, 3, 2, -1, 0];
+    for dtype in [DType::F16, DType::Q4_K] {
+        let mut sample = Sample::new(15);
+        let bytes: Vec<Vec<u8>> = (0..6).map(|_| sample.weights(dtype, K * ROWS)).collect();
+        let matrices: Vec<Matrix> = bytes
+            .iter()
+            .map(|bytes| Matrix {
+                dtype,
+                bytes,
+                row_bytes: bytes.len() / ROWS,
+                n_rows: ROWS,
+                k: K,
+            })
+            .collect();
+        let (gate, up) = matrices.split_at(3);
+        let rows: Vec<H16Row> = IDS.iter().map(|_| H16Row::new(&sample.values(K, 1.0))).collect();
+        let x: Vec<Bounded> = rows.iter().map(|row| Bounded::exact(&row.dequantize())).collect();
+        let products = moe_prefill(gate, &IDS, &x);
+        let units = moe_ffn(Glu::Swiglu, gate, up, &IDS, &x);
+        let swiglu =
+            |g: &[f32], u: &[f32]| -> Vec<f32> { g.iter().zip(u).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect() };
+        for (pair, id) in IDS.iter().enumerate() {
+            let (Some(product), Some(unit)) = (&products[pair], &units[pair]) else {
+                assert!(!(0..3).contains(id) && products[pair].is_none() && units[pair].is_none());
+                continue;
+            };
+            let (e, other) = (*id as usize, (*id as usize + 1) % 3);
+            let of = |w: &Matrix, row: usize| mat_mul_f16(w, &rows[row]);
+            accepts(&of(&gate[e], pair), product);
+            refuses("another expert", &of(&gate[other], pair), product);
+            refuses("another pair's input", &of(&gate[e], (pair + 1) % IDS.len()), product);
+            let (g, u) = (of(&gate[e], pair), of(&up[e], pair));
+            accepts(&swiglu(&g, &u), unit);
+            refuses("gate and up exchanged", &swiglu(&u, &g), unit);
+            refuses("another expert's up", &swiglu(&g, &of(&up[other], pair)), unit);
+        }
     }
 }
 

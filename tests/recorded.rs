@@ -31,8 +31,12 @@ fn n_tokens(graph: &GraphRecord) -> i64 {
 
 /// Fired sites in the order of [`WINDOWS`], hand-offs, and hand-offs that replace the f32 result.
 fn counts(graph: &GraphRecord, off: &[&str]) -> (Vec<usize>, usize, usize) {
+    counts_from(Thresholds::default(), graph, off)
+}
+
+fn counts_from(thresholds: Thresholds, graph: &GraphRecord, off: &[&str]) -> (Vec<usize>, usize, usize) {
     let owned = OwnedGraph::new(graph).unwrap();
-    let matched = match_graph(owned.graph(), owned.host(), Thresholds::default(), |w| {
+    let matched = match_graph(owned.graph(), owned.host(), thresholds, |w| {
         !off.contains(&WINDOWS[w].name)
     });
     let mut fired = vec![0; WINDOWS.len()];
@@ -62,10 +66,12 @@ fn check(model: &str, fired: [usize; 6], edges: (usize, usize)) {
             "GEMV_RES",
             "GEGLU_FFN",
             "MM_RES",
-            "MM_PREFILL"
+            "MM_PREFILL",
+            "MOE_FFN",
+            "MOE_PREFILL"
         ]
     );
-    let fired = [&fired[..], &[0; 3]].concat();
+    let fired = [&fired[..], &[0; 5]].concat();
     for variant in ["default", "graph-opt"] {
         let graphs = decode_graphs(model, variant);
         assert_eq!(
@@ -106,7 +112,7 @@ fn qwen3() {
 
 #[test]
 fn qwen3_moe() {
-    // Experts are not ours: the norms before them keep their f32 form and hand nothing over.
+    // Experts are not ours with few tokens: the norms before them keep their f32 form and hand nothing over.
     check("qwen3-moe", [2, 0, 4, 0, 2, 3], (2, 1));
 }
 
@@ -130,7 +136,7 @@ fn an_rpc_server_fuses_as_much() {
 /// layer and the output matrix, have few enough. Mat-muls need 64 tokens: of 48 all others are left.
 #[test]
 fn prefill_takes_norms_and_from_64_tokens_on_products() {
-    let none = [0; 3];
+    let none = [0; 5];
     for (model, few, products, hand_offs) in [
         // Q, K, V and attention's output of all layers, down projections and units of all but the last: it has few rows by then.
         // Each has an input of its own but Q, K and V. The two hand-offs of 8-bit blocks are those of the few rows.
@@ -142,7 +148,7 @@ fn prefill_takes_norms_and_from_64_tokens_on_products() {
         ),
         ("llama-8b", [0, 0, 4, 1, 0, 2], [1, 0, 2 * 4 + 1], (2 * 2 + 2 + 2, 3)),
         ("qwen3-4b", [0, 0, 4, 1, 0, 2], [1, 0, 2 * 4 + 1], (2 * 2 + 2 + 2, 3)),
-        // Experts are not ours, and the router's weights are f32.
+        // Experts need 128 tokens, and the router's weights are f32.
         ("qwen3-moe", [0, 0, 4, 0, 0, 1], [0, 0, 2 * 4], (2 * 2 + 1, 1)),
     ] {
         let graphs: Vec<_> = recorded(&format!("{model}-default"))
@@ -158,9 +164,32 @@ fn prefill_takes_norms_and_from_64_tokens_on_products() {
         let (fired, edges, dropped) = counts(&graphs[1], &[]);
         assert_eq!(
             (fired, (edges, dropped)),
-            ([&few[..], &products].concat(), hand_offs),
+            ([&few[..], &products, &[0; 2]].concat(), hand_offs),
             "{model}, 96 tokens"
         );
+    }
+}
+
+/// Gate, up and their unit, and the down product, of the first of two layers: the last has two tokens by then. 96 tokens are too few
+/// by default.
+#[test]
+fn experts_of_a_prompt_fire_in_every_layer_with_many_tokens() {
+    let from_64 = Thresholds {
+        mm_min_tokens: Some(64),
+    };
+    let names = ["MOE_FFN", "MOE_PREFILL"];
+    for graph in recorded("qwen3-moe-default").into_iter().filter(|g| n_tokens(g) == 96) {
+        let of_experts = |thresholds: Thresholds, off: &[&str]| counts_from(thresholds, &graph, off).0[9..].to_vec();
+        assert_eq!(of_experts(Thresholds::default(), &[]), [0, 0]);
+        assert_eq!(of_experts(from_64, &[]), [1, 1]);
+        assert_eq!(of_experts(from_64, &names[..1]), [0, 3], "gate, up and down");
+        assert_eq!(of_experts(from_64, &names[1..]), [1, 0]);
+        let served = on_an_rpc_server(graph.clone());
+        assert_eq!(counts_from(from_64, &served, &[]), counts_from(from_64, &graph, &[]));
+        // They take the norm's f32 form, as the router does: no hand-off comes or goes.
+        let without = counts_from(from_64, &graph, &names);
+        let with = counts_from(from_64, &graph, &[]);
+        assert_eq!((with.1, with.2), (without.1, without.2));
     }
 }
 

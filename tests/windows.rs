@@ -3,12 +3,12 @@
 mod support;
 
 use ggml_flashrt::graph::dump::{GraphRecord, TensorRecord};
-use ggml_flashrt::graph::{DType, GraphBuilder, Op, OwnedGraph, TensorId, FLAG_INPUT};
-use ggml_flashrt::kernel::MM_WEIGHT_TYPES;
-use ggml_flashrt::window::thresholds::Thresholds;
+use ggml_flashrt::graph::{BufferKind, DType, GraphBuilder, Op, OwnedGraph, TensorId, FLAG_INPUT};
+use ggml_flashrt::kernel::{MM_WEIGHT_TYPES, MOE_MAX_EXPERTS};
+use ggml_flashrt::window::thresholds::{Thresholds, MOE_MIN_TOKENS};
 use ggml_flashrt::window::{edges, match_graph, Edge, Form, WINDOWS};
 use std::collections::BTreeMap;
-use support::machine::{assert_same_results, run_fused, run_stock, Memory, FROM_MANY, MANY_TOKENS};
+use support::machine::{assert_same_results, run_fused, run_fused_from, run_stock, Memory, FROM_MANY, MANY_TOKENS};
 use support::model::{model, on_an_rpc_server, Family, Shape};
 
 /// Sites by window, and the hand-offs between them, without the windows in `off`.
@@ -612,7 +612,13 @@ fn a_bias_alone_is_a_bias() {
 
 #[test]
 fn fused_prefills_compute_what_the_nodes_do() {
-    for family in [Family::Llama, Family::Qwen2, Family::Qwen3, Family::Gemma3] {
+    for family in [
+        Family::Llama,
+        Family::Qwen2,
+        Family::Qwen3,
+        Family::Qwen3Moe,
+        Family::Gemma3,
+    ] {
         for n_tokens in [MANY_TOKENS, 11] {
             let record = model(Shape {
                 n_tokens,
@@ -654,4 +660,365 @@ fn a_hand_off_ends_where_its_tensor_is_changed() {
     let memory = Memory::for_graph(&record, 3);
     let (stock, fused) = (run_stock(&record, &memory), run_fused(&record, &memory));
     assert_same_results(&record, &stock, &fused.memory, "in place");
+}
+
+fn moe_prefill(n_tokens: i64) -> Shape {
+    Shape {
+        n_layers: 3,
+        n_tokens,
+        n_kv: 256,
+        ..Shape::small(Family::Qwen3Moe)
+    }
+}
+
+#[test]
+fn experts_prefill_in_two_windows_a_layer() {
+    let record = model(moe_prefill(MOE_MIN_TOKENS));
+    let (counts, _) = matched(&record, Thresholds::default(), &[]);
+    assert_eq!((counts["MOE_FFN"], counts["MOE_PREFILL"]), (3, 3));
+    let (counts, _) = matched(&record, Thresholds::default(), &["MOE_FFN"]);
+    assert_eq!(counts["MOE_PREFILL"], 9, "gate, up and down");
+    let (counts, _) = matched(&on_an_rpc_server(record), Thresholds::default(), &[]);
+    assert_eq!((counts["MOE_FFN"], counts["MOE_PREFILL"]), (3, 3));
+}
+
+#[test]
+fn experts_of_every_weight_type_of_the_kernel_fire_and_no_other() {
+    for dtype in DType::ALL {
+        let shape = Shape {
+            types: [*dtype; 4],
+            ..moe_prefill(MOE_MIN_TOKENS)
+        };
+        let (counts, _) = matched(&model(shape), Thresholds::default(), &[]);
+        let expected = MM_WEIGHT_TYPES.contains(dtype).then_some(3);
+        for window in ["MOE_FFN", "MOE_PREFILL"] {
+            assert_eq!(counts.get(window).copied(), expected, "{window}, {dtype:?}");
+        }
+    }
+}
+
+/// B08: a window for experts that was wrong beyond one token. With few tokens stock runs; where they are forced on, each number of
+/// them gives what the nodes do.
+#[test]
+fn few_tokens_with_experts_are_left_to_stock() {
+    let windows = ["MOE_FFN", "MOE_PREFILL"];
+    for n_tokens in (1..=9).chain([MOE_MIN_TOKENS - 1]) {
+        let record = model(moe_prefill(n_tokens));
+        let (counts, _) = matched(&record, Thresholds::default(), &[]);
+        assert!(windows.iter().all(|w| !counts.contains_key(w)), "{n_tokens} tokens");
+        // Without the other MOE_PREFILL looks at all three products of a layer.
+        for (window, products) in windows.into_iter().zip([3, 9]) {
+            let why = reasons(&record, Thresholds::default(), window, 90);
+            assert_eq!(why, vec!["few tokens"; products], "{window}, {n_tokens} tokens");
+        }
+    }
+    let always = Thresholds { mm_min_tokens: Some(0) };
+    for n_tokens in 1..=9 {
+        let record = model(Shape {
+            n_tokens,
+            ..Shape::tiny(Family::Qwen3Moe)
+        });
+        let (counts, _) = matched(&record, always, &[]);
+        assert_eq!((counts["MOE_FFN"], counts["MOE_PREFILL"]), (1, 1), "{n_tokens} tokens");
+        let memory = Memory::for_graph(&record, 7);
+        let fused = run_fused_from(always, &record, &memory);
+        let stock = run_stock(&record, &memory);
+        assert_same_results(&record, &stock, &fused.memory, &format!("{n_tokens} tokens"));
+    }
+}
+
+/// `y = w[ids] @ x` with four experts.
+struct Routed {
+    b: GraphBuilder,
+    w: TensorId,
+    x: TensorId,
+    ids: TensorId,
+    y: TensorId,
+}
+
+impl Routed {
+    const ROWS: i64 = 32;
+    const TOKENS: i64 = 6;
+
+    /// `x` of `k` values in `slots` rows for each token, of which each takes `n_used` experts.
+    fn new(k: i64, n_used: i64, slots: i64, n_experts: i64) -> Routed {
+        let mut b = GraphBuilder::new();
+        let x = b.input("x", DType::F32, [k, slots, Routed::TOKENS, 1]);
+        let ids = b.input("experts", DType::I32, [n_used, Routed::TOKENS, 1, 1]);
+        let w = b.weight("w", DType::F16, [k, Routed::ROWS, n_experts, 1]);
+        let ne = [Routed::ROWS, n_used, Routed::TOKENS, 1];
+        let y = b.node("y", Op::MulMatId, DType::F32, ne, &[Some(w), Some(x), Some(ids)]);
+        Routed { b, w, x, ids, y }
+    }
+
+    /// Strides from dimension `from` on longer by `bytes`, at an address of its own.
+    fn stretch(&mut self, id: TensorId, from: usize, bytes: usize) {
+        let t = self.b.tensor_mut(id);
+        t.nb[from] += bytes;
+        for d in from + 1..4 {
+            t.nb[d] = t.nb[d - 1] * t.ne[d - 1] as usize;
+        }
+        t.data = ELSEWHERE;
+    }
+
+    /// Does it fire, and if not, why? When it does, it must compute what the node does.
+    fn verdict(self) -> Result<(), &'static str> {
+        let record = self.b.finish();
+        let (counts, _) = matched(&record, FROM_MANY, &[]);
+        if counts.contains_key("MOE_PREFILL") {
+            let memory = Memory::for_graph(&record, 3);
+            let (stock, fused) = (run_stock(&record, &memory), run_fused(&record, &memory));
+            assert_same_results(&record, &stock, &fused.memory, "routed product");
+            return Ok(());
+        }
+        Err(reasons(&record, FROM_MANY, "MOE_PREFILL", 90)[0])
+    }
+}
+
+#[test]
+fn each_slot_may_have_its_own_input_or_all_the_same() {
+    for k in [64, 192] {
+        for (n_used, slots) in [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3)] {
+            for n_experts in [1, 3, 4] {
+                // With fewer than four experts some ids are none.
+                let routed = Routed::new(k, n_used, slots, n_experts);
+                assert_eq!(
+                    routed.verdict(),
+                    Ok(()),
+                    "{k}, {slots} of {n_used}, {n_experts} experts"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn routed_products_decline_what_the_kernel_cannot_read() {
+    type Change = fn(&mut Routed);
+    let cases: [(&str, Result<(), &str>, Change); 18] = [
+        ("as it is", Ok(()), |_| {}),
+        ("another precision of sums", Ok(()), |r| {
+            r.b.tensor_mut(r.y).params = vec![10]
+        }),
+        ("ids of more columns", Ok(()), |r| {
+            let ids = r.ids;
+            r.stretch(ids, 1, 4);
+        }),
+        ("inputs apart", Ok(()), |r| {
+            let x = r.x;
+            r.stretch(x, 1, 16);
+        }),
+        ("results apart", Ok(()), |r| {
+            let y = r.y;
+            r.stretch(y, 1, 4);
+        }),
+        ("a hint", Err("parameter"), |r| r.b.tensor_mut(r.y).params = vec![0, 1]),
+        ("f32 activations", Err("parameter"), |r| {
+            r.b.tensor_mut(r.y).params = vec![0, 0, 0, 10];
+        }),
+        ("weights that may change", Err("not a weight"), |r| {
+            let w = r.b.tensor_mut(r.w);
+            (w.buffer, w.flags) = (BufferKind::Own, FLAG_INPUT);
+        }),
+        ("64-bit ids", Err("type"), |r| {
+            let ids = r.b.tensor_mut(r.ids);
+            (ids.dtype, ids.nb) = (DType::I64 as i32, ids.nb.map(|n| 2 * n));
+        }),
+        ("f16 activations", Err("type"), |r| {
+            let x = r.b.tensor_mut(r.x);
+            (x.dtype, x.nb) = (DType::F16 as i32, x.nb.map(|n| n / 2));
+        }),
+        ("ids apart", Err("layout"), |r| {
+            let ids = r.ids;
+            r.stretch(ids, 0, 4);
+        }),
+        ("experts apart", Err("layout"), |r| {
+            let w = r.w;
+            r.stretch(w, 2, 64);
+        }),
+        ("rows of experts apart", Err("layout"), |r| {
+            let w = r.w;
+            r.stretch(w, 1, 64);
+        }),
+        ("tokens of the input farther apart than slots", Err("layout"), |r| {
+            let x = r.x;
+            r.stretch(x, 2, 64);
+        }),
+        ("tokens of the result farther apart than slots", Err("layout"), |r| {
+            let y = r.y;
+            r.stretch(y, 2, 64);
+        }),
+        ("an input not on 16 bytes", Err("layout"), |r| {
+            r.b.tensor_mut(r.x).data += 4
+        }),
+        ("rows of input not on 16 bytes", Err("layout"), |r| {
+            let x = r.x;
+            r.stretch(x, 1, 4);
+        }),
+        ("weights not on 16 bytes", Err("layout"), |r| {
+            r.b.tensor_mut(r.w).data += 4
+        }),
+    ];
+    for (what, verdict, change) in cases {
+        let mut routed = Routed::new(64, 2, 2, 4);
+        change(&mut routed);
+        assert_eq!(routed.verdict(), verdict, "{what}");
+    }
+    for (what, routed) in [
+        ("no whole pieces of 64", Routed::new(96, 2, 1, 4)),
+        ("inputs for pairs of slots", Routed::new(64, 4, 2, 4)),
+    ] {
+        assert_eq!(routed.verdict(), Err("shape"), "{what}");
+    }
+    let most = MOE_MAX_EXPERTS as i64;
+    let why = |n_experts: i64| {
+        let record = Routed::new(64, 2, 1, n_experts).b.finish();
+        reasons(&record, FROM_MANY, "MOE_PREFILL", 90)
+    };
+    assert_eq!((why(most), why(most + 1)), (vec![], vec!["shape"]));
+}
+
+#[test]
+fn other_gpus_keep_stocks_experts() {
+    let record = model(moe_prefill(MOE_MIN_TOKENS));
+    for (cc, reason) in [(80, "GPU"), (89, "GPU"), (100, "kernel"), (120, "kernel")] {
+        for (window, products) in [("MOE_FFN", 3), ("MOE_PREFILL", 9)] {
+            assert_eq!(
+                reasons(&record, FROM_MANY, window, cc),
+                vec![reason; products],
+                "sm_{cc}"
+            );
+        }
+    }
+}
+
+/// B03: ids and input are read for the last time before anything is written.
+#[test]
+fn the_output_of_experts_may_lie_over_ids_and_input() {
+    for over_ids in [false, true] {
+        for offset in [-256, -64, 0, 64] {
+            let mut r = Routed::new(64, 2, 1, 4);
+            let onto = if over_ids { r.ids } else { r.x };
+            // Both lie far from anything else.
+            let own = r.b.tensor_mut(onto);
+            own.data = ELSEWHERE;
+            r.b.tensor_mut(r.y).data = (ELSEWHERE as i64 + offset) as u64;
+            assert_eq!(r.verdict(), Ok(()), "over ids: {over_ids}, at {offset}");
+        }
+    }
+    let mut r = Routed::new(64, 2, 1, 4);
+    let w = r.b.tensor_mut(r.w).data;
+    r.b.tensor_mut(r.y).data = w;
+    assert_eq!(r.verdict(), Err("output overlaps an input"));
+}
+
+/// B32: NaN or ties in the router's logits made ids that are no expert, or the same twice. Nobody computes a row of the first.
+#[test]
+fn ids_that_are_no_expert_leave_their_rows_as_they_were() {
+    let record = Routed::new(64, 3, 1, 4).b.finish();
+    let ids = &record.tensors[record.nodes[0]].src[2].unwrap();
+    let y = &record.tensors[record.nodes[0]];
+    let mut memory = Memory::for_graph(&record, 3);
+    let none = [-1, 4, i32::MAX, i32::MIN];
+    // Repeated within a token, and no expert in its last slot.
+    let chosen: Vec<i32> = (0..3 * Routed::TOKENS as i32)
+        .map(|i| {
+            if i % 3 == 2 {
+                none[(i / 3) as usize % 4]
+            } else {
+                i / 3 % 4
+            }
+        })
+        .collect();
+    memory.set_i32s(&record.tensors[*ids], &chosen);
+    let fused = run_fused(&record, &memory);
+    assert_eq!(fused.taken, [(0, 1)]);
+    assert_same_results(&record, &run_stock(&record, &memory), &fused.memory, "ids");
+    let (before, after) = (memory.values(y), fused.memory.values(y));
+    for (pair, rows) in before
+        .chunks(Routed::ROWS as usize)
+        .zip(after.chunks(Routed::ROWS as usize))
+        .enumerate()
+    {
+        assert_eq!(rows.0 == rows.1, pair % 3 == 2, "pair {pair}");
+    }
+}
+
+/// Gate and up as one matrix, or with something between product and unit: the products alone are taken.
+#[test]
+fn units_that_do_not_follow_two_products_are_stocks() {
+    let ne = [32, 2, 6, 1];
+    let mut b = GraphBuilder::new();
+    let x = b.input("x", DType::F32, [64, 1, 6, 1]);
+    let ids = b.input("experts", DType::I32, [2, 6, 1, 1]);
+    let merged = b.weight("gate_up", DType::Q8_0, [64, 64, 4, 1]);
+    let operands = [Some(merged), Some(x), Some(ids)];
+    let gate_up = b.node("both", Op::MulMatId, DType::F32, [64, 2, 6, 1], &operands);
+    let nb = b.tensor_mut(gate_up).nb;
+    let halves = [0, 128].map(|offset| {
+        let half = b.view_node("half", Op::View, gate_up, ne, offset, &[Some(gate_up)]);
+        b.tensor_mut(half).nb = nb;
+        Some(half)
+    });
+    let unit = b.node("unit", Op::Glu, DType::F32, ne, &halves);
+    b.tensor_mut(unit).params = vec![2];
+    let [gate, up] = ["gate", "up"].map(|name| {
+        let w = b.weight(name, DType::Q8_0, [64, 32, 4, 1]);
+        b.node(name, Op::MulMatId, DType::F32, ne, &[Some(w), Some(x), Some(ids)])
+    });
+    let scaled = b.node("scaled", Op::Scale, DType::F32, ne, &[Some(up)]);
+    b.tensor_mut(scaled).params = vec![support::model::f(2.0)];
+    let second = b.node("second", Op::Glu, DType::F32, ne, &[Some(gate), Some(scaled)]);
+    b.tensor_mut(second).params = vec![1];
+    let record = b.finish();
+    let (counts, edges) = matched(&record, FROM_MANY, &[]);
+    assert_eq!(counts, BTreeMap::from([("MOE_PREFILL", 3)]));
+    assert!(edges.is_empty(), "rows in the order of experts are nobody else's");
+    let memory = Memory::for_graph(&record, 3);
+    let (stock, fused) = (run_stock(&record, &memory), run_fused(&record, &memory));
+    assert_same_results(&record, &stock, &fused.memory, "units");
+}
+
+/// The unit's own guard: kind, halves, and what gate and up have in common.
+#[test]
+fn units_of_experts_decline_what_their_kernel_does_not_compute() {
+    type Change = fn(&mut TensorRecord);
+    let base = model(Shape {
+        n_tokens: MANY_TOKENS,
+        ..Shape::tiny(Family::Qwen3Moe)
+    });
+    let cases: [(&str, &str, &[&str], Change); 7] = [
+        ("GeGLU", "ffn_moe_swiglu-0", &[], |t| t.params[0] = 1),
+        ("a kind with limits", "ffn_moe_swiglu-0", &["activation"], |t| {
+            t.params[0] = 3
+        }),
+        ("halves exchanged", "ffn_moe_swiglu-0", &["parameter"], |t| {
+            t.params.push(1)
+        }),
+        ("a hint", "ffn_moe_up-0", &["parameter"], |t| t.params = vec![0, 1]),
+        ("f32 activations", "ffn_moe_gate-0", &["parameter"], |t| {
+            t.params = vec![0, 0, 0, 10];
+        }),
+        ("another type of up", "ffn_moe_up-0.weight", &["shape"], |t| {
+            t.dtype = DType::F16 as i32;
+            t.nb = [2, 128, 128 * 128, 128 * 128 * 4];
+            t.data = ELSEWHERE;
+        }),
+        (
+            "a graph output",
+            "ffn_moe_gate-0",
+            &["interior is a graph output"],
+            |t| {
+                t.flags |= ggml_flashrt::graph::FLAG_OUTPUT;
+            },
+        ),
+    ];
+    for (what, name, why, change) in cases {
+        let mut record = base.clone();
+        let t = record.tensors.iter_mut().find(|t| t.name == name).unwrap();
+        change(t);
+        assert_eq!(reasons(&record, FROM_MANY, "MOE_FFN", 90), why, "{what}");
+        let (counts, _) = matched(&record, FROM_MANY, &[]);
+        assert_eq!(counts.contains_key("MOE_FFN"), why.is_empty(), "{what}");
+    }
 }

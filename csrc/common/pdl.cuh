@@ -9,6 +9,7 @@
 //    of the read-only path (ld.global.nc) above the wait.
 #pragma once
 #include <cuda_runtime.h>
+#include <atomic>
 #include <utility>
 #include "../flashrt_kernels.h"
 
@@ -35,11 +36,33 @@ template <auto Kernel> bool pdl_capable() {
 
 constexpr size_t kDefaultSmem = 48 * 1024;  // dynamic shared memory a kernel has without asking for more
 
+// Lets a kernel have all the shared memory of a block, once per device. Not what one launch needs: the limit also holds for the nodes
+// of CUDA graphs, which are instantiated and updated after other launches have set it, and those fail if it has become smaller.
+template <auto Kernel> cudaError_t allow_all_smem() {
+    static std::atomic<uint64_t> done{0};  // a bit per device
+    int         device = 0;
+    cudaError_t err = cudaGetDevice(&device);
+    const uint64_t bit = uint64_t{1} << (device & 63);
+    if (err != cudaSuccess || (done.load(std::memory_order_relaxed) & bit) != 0) {
+        return err;
+    }
+    cudaFuncAttributes attr = {};
+    int                most = 0;
+    err = cudaFuncGetAttributes(&attr, reinterpret_cast<const void *>(Kernel));
+    err = err != cudaSuccess ? err : cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    err = err != cudaSuccess ? err
+                             : cudaFuncSetAttribute(reinterpret_cast<const void *>(Kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                    most - static_cast<int>(attr.sharedSizeBytes));
+    if (err == cudaSuccess && device < 64) {
+        done.fetch_or(bit, std::memory_order_relaxed);
+    }
+    return err;
+}
+
 template <auto Kernel, typename... Args>
 cudaError_t launch(frt_launch how, dim3 grid, dim3 block, size_t smem, Args &&... args) {
     if (smem > kDefaultSmem) {
-        const cudaError_t err = cudaFuncSetAttribute(reinterpret_cast<const void *>(Kernel),
-                                                     cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem));
+        const cudaError_t err = allow_all_smem<Kernel>();
         if (err != cudaSuccess) {
             return err;
         }

@@ -7,16 +7,21 @@
 use super::cpu;
 use super::memory::{element, Fault, Memory};
 use crate::graph::DType;
-use crate::kernel::{DecAttnArgs, GemvArgs, Glu, H16Args, MmArgs, NormArgs, QkvPart, QkvTailArgs, Rope, RopeMode, H16};
+use crate::kernel::{
+    moe_max_rows, DecAttnArgs, GemvArgs, Glu, H16Args, MmArgs, MoeH16Args, MoeMmArgs, MoeRouteArgs, MoeRows, NormArgs,
+    QkvPart, QkvTailArgs, Rope, RopeMode, H16,
+};
 use crate::reference::add_norm::add_norm;
 use crate::reference::dec_attn::Scoring;
 use crate::reference::h16;
+use crate::reference::moe::Route;
 use crate::reference::qkv_gemv::Tail;
 use crate::reference::quant::{dequantize_row, Matrix};
 use crate::reference::rope::Params;
 use crate::reference::sandwich_norm::sandwich_norm;
 use crate::reference::Bounded;
 use crate::window::KernelCall;
+use std::ffi::c_void;
 
 /// Runs one call.
 pub fn run(memory: &mut Memory, call: &KernelCall) -> Result<(), Fault> {
@@ -27,6 +32,9 @@ pub fn run(memory: &mut Memory, call: &KernelCall) -> Result<(), Fault> {
         KernelCall::DecAttn(args) => dec_attn(memory, args),
         KernelCall::Mm(args) => mm(memory, args),
         KernelCall::ToH16(args) => to_h16(memory, args),
+        KernelCall::MoeRoute(args) => moe_route(memory, args),
+        KernelCall::MoeToH16(args) => moe_to_h16(memory, args),
+        KernelCall::MoeMm(args) => moe_mm(memory, args),
     }
 }
 
@@ -184,19 +192,22 @@ fn mat_vecs(w: &Matrix, tokens: &[Bounded]) -> Vec<Bounded> {
     })
 }
 
-/// ggml-cpu does not round to f16, so nor is it done here: only the scale and the places of the values are as on a GPU.
 fn to_h16(memory: &mut Memory, a: &H16Args) -> Result<(), Fault> {
-    let (k, n_tokens) = (a.k as usize, a.n_tokens as usize);
-    for t in 0..n_tokens {
-        let x = memory.f32s(row(a.x, a.x_stride, t), k)?;
-        let scale = h16::scale(x.value.iter().fold(0.0, |m, v| m.max(v.abs())));
-        for i in 0..k {
-            let value = [(x.value[i] / scale, x.bound[i] / scale)].into_iter().collect();
-            memory.store(a.y.x as usize + H16::offset(t, i, n_tokens), DType::F16, &value)?;
-        }
-        memory.store(a.y.scale as usize + 4 * t, DType::F32, &Bounded::exact(&[scale]))?;
+    for t in 0..a.n_tokens as usize {
+        let x = memory.f32s(row(a.x, a.x_stride, t), a.k as usize)?;
+        store_h16(memory, &x, a.y, a.n_tokens as usize, t)?;
     }
     Ok(())
+}
+
+/// ggml-cpu does not round to f16, so nor is it done here: only the scale and the places of the values are as on a GPU.
+fn store_h16(memory: &mut Memory, x: &Bounded, y: H16, n_tokens: usize, token: usize) -> Result<(), Fault> {
+    let scale = h16::scale(x.value.iter().fold(0.0, |m, v| m.max(v.abs())));
+    for i in 0..x.len() {
+        let value = [(x.value[i] / scale, x.bound[i] / scale)].into_iter().collect();
+        memory.store(y.x as usize + H16::offset(token, i, n_tokens), DType::F16, &value)?;
+    }
+    memory.store(y.scale as usize + 4 * token, DType::F32, &Bounded::exact(&[scale]))
 }
 
 fn h16_row(memory: &Memory, x: H16, k: usize, n_tokens: usize, token: usize) -> Result<Bounded, Fault> {
@@ -224,6 +235,81 @@ fn mm(memory: &mut Memory, a: &MmArgs) -> Result<(), Fault> {
     }
     for (t, result) in results.iter().enumerate() {
         memory.store(row(a.dst.cast_const(), a.dst_stride, t), DType::F32, result)?;
+    }
+    Ok(())
+}
+
+fn moe_route(memory: &mut Memory, a: &MoeRouteArgs) -> Result<(), Fault> {
+    let mut ids = Vec::new();
+    for t in 0..a.n_tokens as usize {
+        for slot in 0..a.n_used as usize {
+            ids.push(memory.i32(row(a.ids, a.ids_stride, t) + 4 * slot)?);
+        }
+    }
+    let Route { rows, begin, count } = Route::new(&ids, a.n_experts as usize);
+    for (to, numbers) in [(a.out.rows, rows), (a.out.begin, begin), (a.out.count, count)] {
+        memory.store(to as usize, DType::I32, &Bounded::exact(&numbers))?;
+    }
+    Ok(())
+}
+
+/// Number `i` of a table of the route.
+fn routed(memory: &Memory, table: *mut i32, i: usize) -> Result<usize, Fault> {
+    let address = table as usize + 4 * i;
+    let (value, _) = memory.written(address).ok_or(Fault::Read { address, len: 4 })?;
+    Ok(value as usize)
+}
+
+/// The pairs of an expert, each with its place.
+fn pairs_of(memory: &Memory, route: MoeRows, expert: usize) -> Result<Vec<(usize, usize)>, Fault> {
+    let (begin, count) = (
+        routed(memory, route.begin, expert)?,
+        routed(memory, route.count, expert)?,
+    );
+    (begin..begin + count)
+        .map(|place| Ok((place, routed(memory, route.rows, place)?)))
+        .collect()
+}
+
+fn moe_to_h16(memory: &mut Memory, a: &MoeH16Args) -> Result<(), Fault> {
+    let places = moe_max_rows(a.n_pairs, a.n_experts) as usize;
+    for expert in 0..a.n_experts as usize {
+        for (place, pair) in pairs_of(memory, a.route, expert)? {
+            let of = if a.per_slot != 0 {
+                pair
+            } else {
+                pair / a.n_used as usize
+            };
+            let x = memory.f32s(row(a.x, a.x_stride, of), a.k as usize)?;
+            store_h16(memory, &x, a.y, places, place)?;
+        }
+    }
+    Ok(())
+}
+
+fn moe_mm(memory: &mut Memory, a: &MoeMmArgs) -> Result<(), Fault> {
+    let (dtype, kind) = (weight_type(a.ty)?, glu_kind(a.glu)?);
+    let (k, places) = (a.k as usize, moe_max_rows(a.n_pairs, a.n_experts) as usize);
+    for expert in 0..a.n_experts as usize {
+        let pairs = pairs_of(memory, a.route, expert)?;
+        if pairs.is_empty() {
+            continue;
+        }
+        let inputs = pairs
+            .iter()
+            .map(|&(place, _)| Ok(cpu::mat_vec_input(&h16_row(memory, a.x, k, places, place)?, dtype)))
+            .collect::<Result<Vec<_>, Fault>>()?;
+        let products = |first: *const c_void| -> Result<Vec<Bounded>, Fault> {
+            let w = first as usize + expert * a.expert_bytes as usize;
+            Ok(mat_vecs(&matrix(memory, dtype, w, a.row_bytes, a.n_rows, k)?, &inputs))
+        };
+        let mut results = products(a.w)?;
+        if kind != Glu::None {
+            results = glu(kind, &results, &products(a.w2)?);
+        }
+        for ((_, pair), result) in pairs.iter().zip(&results) {
+            memory.store(row(a.dst.cast_const(), a.dst_stride, *pair), DType::F32, result)?;
+        }
     }
     Ok(())
 }

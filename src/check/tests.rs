@@ -298,6 +298,84 @@ fn right_products_pass_and_their_faults_are_caught() {
     }
 }
 
+const EXPERTS: usize = 3;
+const USED: usize = 2;
+/// The last expert has no pair.
+const IDS: [i32; USED * ROWS] = [1, 0, 0, 1, 0, 1];
+
+/// Gate, up, their unit and down of experts. Ids are the first columns of a sort.
+fn experts() -> (GraphRecord, Vec<Option<Vec<u8>>>) {
+    let mut tape = Tape::default();
+    let x = noise(30, N * ROWS);
+    let [gate, up, down] = [31, 32, 33].map(|seed| q8_0(&noise(seed, N * N * EXPERTS)));
+    // A row of input for each pair.
+    let products = |w: &[u8], rows: &[f32]| -> Vec<f32> {
+        let of_expert = |id: i32| &w[id as usize * w.len() / EXPERTS..][..w.len() / EXPERTS];
+        let pairs = IDS.iter().zip(rows.chunks(N));
+        pairs.flat_map(|(&id, row)| mat_vec(of_expert(id), N, row)).collect()
+    };
+    let rows: Vec<f32> = x.chunks(N).flat_map(|row| row.repeat(USED)).collect();
+    let (g, u) = (products(&gate, &rows), products(&up, &rows));
+    let unit = zip(&g, &u, |g, u| g / (1.0 + (-g).exp()) * u);
+    let out = products(&down, &unit);
+
+    let tx = tape.builder.input("x", DType::F32, [N as i64, 1, ROWS as i64, 1]);
+    tape.set(tx, f32_bytes(&x));
+    let sorted = IDS.chunks(USED).flat_map(|ids| [ids[0], ids[1], 2]);
+    let bytes: Vec<u8> = sorted.flat_map(i32::to_le_bytes).collect();
+    let columns = |n: usize| [n as i64, ROWS as i64, 1, 1];
+    let all = tape.builder.input("sorted", DType::I32, columns(EXPERTS));
+    tape.set(all, bytes.clone());
+    let nb = tape.builder.tensor_mut(all).nb;
+    let ids = tape
+        .builder
+        .view_node("ids", Op::View, all, columns(USED), 0, &[Some(all)]);
+    tape.builder.tensor_mut(ids).nb = nb;
+    tape.set(ids, bytes[..bytes.len() - 4].to_vec());
+    let [wg, wu, wd] = [("wg", gate), ("wu", up), ("wd", down)].map(|(name, bytes)| {
+        let ne = [N as i64, N as i64, EXPERTS as i64, 1];
+        let w = tape.builder.weight(name, DType::Q8_0, ne);
+        tape.set(w, bytes)
+    });
+    let ne = [N as i64, USED as i64, ROWS as i64, 1];
+    let tg = tape.node("gate", Op::MulMatId, ne, &[wg, tx, ids], &[], &g);
+    let tu = tape.node("up", Op::MulMatId, ne, &[wu, tx, ids], &[], &u);
+    let ty = tape.node("unit", Op::Glu, ne, &[tg, tu], &[2], &unit);
+    let td = tape.node("down", Op::MulMatId, ne, &[wd, ty, ids], &[], &out);
+    tape.builder.tensor_mut(td).uses += 1;
+    tape.finish()
+}
+
+#[test]
+fn right_experts_pass_and_their_faults_are_caught() {
+    for (window, weight, input) in [("MOE_FFN", "wg", "x"), ("MOE_PREFILL", "wd", "unit")] {
+        let report = check(experts(), window);
+        assert!(passes(&report), "{report:?}");
+        assert_eq!(report.values, N * USED * ROWS);
+        // The next row of input, the next expert, the next row of an expert.
+        for (name, bytes) in [(input, 4 * N), (weight, N * N / 32 * 34), (weight, N / 32 * 34)] {
+            let mut case = experts();
+            let t = id(&case.0, name);
+            case.1[t].as_mut().unwrap().rotate_left(bytes);
+            let report = check(case, window);
+            assert!(is_caught(&report), "{name} by {bytes}: {report:?}");
+        }
+        let mut case = experts();
+        let ids = id(&case.0, "ids");
+        case.1[ids].as_mut().unwrap()[..8].rotate_left(4);
+        let report = check(case, window);
+        assert!(is_caught(&report), "experts exchanged: {report:?}");
+        // B32: a row that no kernel writes cannot be compared.
+        let mut case = experts();
+        case.1[ids].as_mut().unwrap()[..4].copy_from_slice(&(-1i32).to_le_bytes());
+        let report = check(case, window);
+        assert!(
+            report.compared == 0 && report.errors[0].contains("unwritten"),
+            "{report:?}"
+        );
+    }
+}
+
 #[test]
 fn another_activation_is_caught() {
     let mut case = glu(ROWS);

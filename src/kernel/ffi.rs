@@ -3,7 +3,9 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
-use super::{DecAttnArgs, GemvArgs, H16Args, Launch, MmArgs, NormArgs, QkvTailArgs};
+use super::{
+    DecAttnArgs, GemvArgs, H16Args, Launch, MmArgs, MoeH16Args, MoeMmArgs, MoeRouteArgs, NormArgs, QkvTailArgs,
+};
 
 /// No `cudaError_t` is negative.
 pub const NOT_COMPILED: c_int = -1;
@@ -34,6 +36,11 @@ c_functions! {
     fn frt_mm(args: *const MmArgs, launch: Launch) -> c_int;
     fn frt_mm_supports(ty: i32, k: i32, glu: i32) -> c_int;
     fn frt_to_h16(args: *const H16Args, launch: Launch) -> c_int;
+    fn frt_moe_route(args: *const MoeRouteArgs, launch: Launch) -> c_int;
+    fn frt_moe_max_rows(n_pairs: i32, n_experts: i32) -> c_int;
+    fn frt_moe_to_h16(args: *const MoeH16Args, launch: Launch) -> c_int;
+    fn frt_moe_mm(args: *const MoeMmArgs, launch: Launch) -> c_int;
+    fn frt_moe_mm_supports(ty: i32, k: i32, glu: i32, n_experts: i32) -> c_int;
 
     fn cudaGetDeviceCount(count: *mut c_int) -> c_int;
     fn cudaGetDevice(device: *mut c_int) -> c_int;

@@ -33,6 +33,9 @@ pub const MM_WEIGHT_TYPES: [DType; 16] = [
     DType::NVFP4,
 ];
 
+/// Experts that [`moe_route`] and [`moe_mm`] take at most.
+pub const MOE_MAX_EXPERTS: usize = 1024;
+
 /// Rows of activations that [`gemv`] takes at most.
 pub const MAX_TOKENS: usize = 8;
 
@@ -496,6 +499,97 @@ pub struct H16Args {
     pub n_tokens: i32,
 }
 
+/// Which rows each expert multiplies: the routed pairs (token, slot) in the order of their experts, and within one by token and
+/// slot. Each expert's rows begin at a multiple of 8. Pairs whose id is no expert are left out.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MoeRows {
+    /// `[`[`moe_max_rows`]`]`: `token * n_used + slot` of the pair at each place, -1 where there is none.
+    pub rows: *mut i32,
+    /// `[n_experts + 1]`: first place of each expert; the last: all places.
+    pub begin: *mut i32,
+    /// `[n_experts]`: pairs of each expert.
+    pub count: *mut i32,
+}
+
+/// Arguments of [`moe_route`].
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MoeRouteArgs {
+    /// `[n_tokens][n_used]`: an expert for each slot of each token.
+    pub ids: *const i32,
+    /// Elements between tokens of `ids`.
+    pub ids_stride: i64,
+    /// Tokens.
+    pub n_tokens: i32,
+    /// Slots of a token.
+    pub n_used: i32,
+    /// At most [`MOE_MAX_EXPERTS`].
+    pub n_experts: i32,
+    /// The result.
+    pub out: MoeRows,
+}
+
+/// Arguments of [`moe_to_h16`]. The row of `x` for a pair `(t, s)` is `t`, or with `per_slot` `t * n_used + s`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MoeH16Args {
+    /// `[n_tokens][k]`, or with `per_slot` `[n_tokens][n_used][k]`, rows on 16 bytes.
+    pub x: *const f32,
+    /// Elements between rows of `x`.
+    pub x_stride: i64,
+    /// `x` as f16 in the order of `route`, [`moe_max_rows`] rows.
+    pub y: H16,
+    /// From [`moe_route`].
+    pub route: MoeRows,
+    /// Values of a row, a multiple of [`H16::COLUMNS`].
+    pub k: i32,
+    /// Tokens times slots.
+    pub n_pairs: i32,
+    /// Slots of a token.
+    pub n_used: i32,
+    /// Experts.
+    pub n_experts: i32,
+    /// 1: each slot has an input of its own, 0: all slots of a token share one.
+    pub per_slot: i32,
+}
+
+/// Arguments of [`moe_mm`]: for each routed pair `p = token * n_used + slot` with its expert `e`
+/// `dst[p][r] = sum_k w[e][r][k] * x[p][k]`, or with `glu` `dst[p][r] = act(w[e][r] . x[p]) * (w2[e][r] . x[p])`. Rows of pairs
+/// without an expert are not written.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MoeMmArgs {
+    /// `ggml_type` of `w` and `w2`.
+    pub ty: i32,
+    /// A [`Glu`].
+    pub glu: i32,
+    /// `[n_experts][n_rows]` rows of weights, or of the gate's.
+    pub w: *const c_void,
+    /// With `glu` the weights of up, laid out like `w`.
+    pub w2: *const c_void,
+    /// Bytes between rows of weights.
+    pub row_bytes: i64,
+    /// Bytes between experts.
+    pub expert_bytes: i64,
+    /// Rows of an expert.
+    pub n_rows: i32,
+    /// Values of a row, a multiple of [`H16::COLUMNS`].
+    pub k: i32,
+    /// Tokens times slots.
+    pub n_pairs: i32,
+    /// Experts.
+    pub n_experts: i32,
+    /// From [`moe_to_h16`].
+    pub x: H16,
+    /// From [`moe_route`].
+    pub route: MoeRows,
+    /// `[n_pairs][n_rows]`
+    pub dst: *mut f32,
+    /// Elements between pairs of `dst`.
+    pub dst_stride: i64,
+}
+
 /// `columns` (tokens times heads that share keys) with those that a block of [`dec_attn`] carries along unused.
 pub fn dec_attn_columns(columns: usize) -> usize {
     columns
@@ -578,6 +672,42 @@ pub fn mm_supports(ty: i32, k: i32, glu: Glu) -> bool {
 pub fn to_h16(args: &H16Args, launch: Launch) -> Result<(), CudaError> {
     // SAFETY: as in `norm`.
     CudaError::check(unsafe { ffi::frt_to_h16(args, launch) })
+}
+
+/// The routed pairs of MOE_FFN and MOE_PREFILL by expert.
+pub fn moe_route(args: &MoeRouteArgs, launch: Launch) -> Result<(), CudaError> {
+    // SAFETY: as in `norm`.
+    CudaError::check(unsafe { ffi::frt_moe_route(args, launch) })
+}
+
+/// Places of `n_pairs` routed pairs, at most: each expert's rows begin at a multiple of 8.
+pub fn moe_max_rows(n_pairs: i32, n_experts: i32) -> i32 {
+    // SAFETY: plain values.
+    match unsafe { ffi::frt_moe_max_rows(n_pairs, n_experts) } {
+        ffi::NOT_COMPILED => (n_pairs + 7 * n_experts + 7) / 8 * 8,
+        places => places,
+    }
+}
+
+/// f32 rows as f16 for [`moe_mm`], in the order of the route.
+pub fn moe_to_h16(args: &MoeH16Args, launch: Launch) -> Result<(), CudaError> {
+    // SAFETY: as in `norm`.
+    CudaError::check(unsafe { ffi::frt_moe_to_h16(args, launch) })
+}
+
+/// MOE_FFN and MOE_PREFILL.
+pub fn moe_mm(args: &MoeMmArgs, launch: Launch) -> Result<(), CudaError> {
+    // SAFETY: as in `norm`.
+    CudaError::check(unsafe { ffi::frt_moe_mm(args, launch) })
+}
+
+/// Whether [`moe_mm`] has an instantiation for this weight type, row length and number of experts; see [`mm_supports`].
+pub fn moe_mm_supports(ty: i32, k: i32, glu: Glu, n_experts: i32) -> bool {
+    // SAFETY: plain values.
+    match unsafe { ffi::frt_moe_mm_supports(ty, k, glu as i32, n_experts) } {
+        ffi::NOT_COMPILED => (1..=MOE_MAX_EXPERTS as i32).contains(&n_experts) && mm_supports(ty, k, glu),
+        supported => supported == 1,
+    }
 }
 
 /// Architectures the kernels were compiled for, such as "sm_90a compute_90"; empty without feature `cuda`.

@@ -12,6 +12,7 @@ use crate::reference::gemv_res::gemv_res;
 use crate::reference::glu_gemv::glu_gemv;
 use crate::reference::h16::{lay_out, H16Row};
 use crate::reference::mm_res::mm_res;
+use crate::reference::moe::{moe_ffn, moe_prefill, Route};
 use crate::reference::qkv_gemv::Tail;
 use crate::reference::quant::{Matrix, Q8Row};
 use crate::reference::rope::Params;
@@ -67,6 +68,9 @@ fn check_all(device: i32) -> Result<(), String> {
                 check
                     .mm(dtype, glu)
                     .map_err(|e| format!("mat-mul {} {glu:?}: {e}", dtype.name()))?;
+                check
+                    .moe(dtype, glu)
+                    .map_err(|e| format!("mat-mul with experts {} {glu:?}: {e}", dtype.name()))?;
             }
         }
     }
@@ -355,6 +359,98 @@ impl Check {
         let mut all = Bounded::default();
         want.into_iter().for_each(|token| all.extend(token));
         self.expect(&dst, &all)
+    }
+
+    /// The route, the activations in its order, and the products. One expert has no pair, one pair no expert.
+    fn moe(&self, dtype: DType, glu: Glu) -> Result<(), String> {
+        const K: usize = Check::MM_K;
+        const ROWS: usize = 80;
+        const EXPERTS: usize = 3;
+        const USED: usize = 2;
+        const IDS: [i32; 10] = [2, 0, 0, 2, 2, 3, 0, 2, 2, 0];
+        let mut sample = Sample::new(7);
+        let bytes = sample.weights(dtype, 2 * EXPERTS * K * ROWS);
+        let expert_bytes = bytes.len() / EXPERTS / 2;
+        let x = sample.values(K * IDS.len() / USED, 1.0);
+        let (w, x_dev, ids) = (self.upload(&bytes)?, self.upload(&x)?, self.upload(&IDS)?);
+        let places = moe_max_rows(IDS.len() as i32, EXPERTS as i32) as usize;
+        let [rows, begin, count] = [places, EXPERTS + 1, EXPERTS].map(|len| self.upload(&vec![i32::MIN; len]));
+        let (rows, begin, count) = (rows?, begin?, count?);
+        let (dst, xh) = (self.output(ROWS * IDS.len())?, self.h16(K, places)?);
+        let route = MoeRows {
+            rows: rows.raw(),
+            begin: begin.raw(),
+            count: count.raw(),
+        };
+        let route_args = MoeRouteArgs {
+            ids: ids.raw(),
+            ids_stride: USED as i64,
+            n_tokens: (IDS.len() / USED) as i32,
+            n_used: USED as i32,
+            n_experts: EXPERTS as i32,
+            out: route,
+        };
+        moe_route(&route_args, self.launch).map_err(text)?;
+        let want = Route::new(&IDS, EXPERTS);
+        let read = |b: &Buffer<i32>| b.to_vec(&self.stream).map_err(text);
+        if read(&rows)?[..want.rows.len()] != want.rows || read(&begin)? != want.begin || read(&count)? != want.count {
+            return Err("pairs are not in the order of their experts".into());
+        }
+        let convert = MoeH16Args {
+            x: x_dev.raw(),
+            x_stride: K as i64,
+            y: xh.raw(),
+            route,
+            k: K as i32,
+            n_pairs: IDS.len() as i32,
+            n_used: USED as i32,
+            n_experts: EXPERTS as i32,
+            per_slot: 0,
+        };
+        moe_to_h16(&convert, self.launch).map_err(text)?;
+        let args = MoeMmArgs {
+            ty: dtype as i32,
+            glu: glu as i32,
+            w: w.raw().cast_const().cast(),
+            w2: w.at(EXPERTS * expert_bytes).cast_const().cast(),
+            row_bytes: (expert_bytes / ROWS) as i64,
+            expert_bytes: expert_bytes as i64,
+            n_rows: ROWS as i32,
+            k: K as i32,
+            n_pairs: IDS.len() as i32,
+            n_experts: EXPERTS as i32,
+            x: xh.raw(),
+            route,
+            dst: dst.raw(),
+            dst_stride: ROWS as i64,
+        };
+        moe_mm(&args, self.launch).map_err(text)?;
+        let experts: Vec<Matrix> = bytes
+            .chunks(expert_bytes)
+            .map(|bytes| Matrix {
+                dtype,
+                bytes,
+                row_bytes: expert_bytes / ROWS,
+                n_rows: ROWS,
+                k: K,
+            })
+            .collect();
+        let (gate, up) = experts.split_at(EXPERTS);
+        let token = |pair: usize| Bounded::exact(&H16Row::new(&x[pair / USED * K..][..K]).dequantize());
+        let pairs: Vec<Bounded> = (0..IDS.len()).map(token).collect();
+        let want = match glu {
+            Glu::None => moe_prefill(gate, &IDS, &pairs),
+            _ => moe_ffn(glu, gate, up, &IDS, &pairs),
+        };
+        let got = dst.to_vec(&self.stream).map_err(text)?;
+        for (pair, (got, want)) in got.chunks(ROWS).zip(&want).enumerate() {
+            match want {
+                Some(want) => drop(compare(got, want).map_err(|e| format!("pair {pair}: {e}"))?),
+                None if got.iter().all(|v| v.is_nan()) => {}
+                None => return Err(format!("pair {pair} has no expert, and its row is written")),
+            }
+        }
+        Ok(())
     }
 
     fn qkv_tail(&self) -> Result<(), String> {

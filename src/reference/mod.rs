@@ -13,6 +13,7 @@ pub mod glu_gemv;
 pub mod h16;
 pub mod mm_prefill;
 pub mod mm_res;
+pub mod moe;
 pub mod norm;
 pub mod qkv_gemv;
 pub mod quant;

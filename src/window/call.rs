@@ -1,6 +1,9 @@
 //! A kernel call with all its arguments: what a plan is made of.
 
-use crate::kernel::{self, CudaError, DecAttnArgs, GemvArgs, H16Args, Launch, MmArgs, NormArgs, QkvTailArgs};
+use crate::kernel::{
+    self, CudaError, DecAttnArgs, GemvArgs, H16Args, Launch, MmArgs, MoeH16Args, MoeMmArgs, MoeRouteArgs, NormArgs,
+    QkvTailArgs,
+};
 
 /// One launch.
 #[derive(Debug, Clone, Copy)]
@@ -17,6 +20,12 @@ pub enum KernelCall {
     Mm(MmArgs),
     /// [`kernel::to_h16`]
     ToH16(H16Args),
+    /// [`kernel::moe_route`]
+    MoeRoute(MoeRouteArgs),
+    /// [`kernel::moe_to_h16`]
+    MoeToH16(MoeH16Args),
+    /// [`kernel::moe_mm`]
+    MoeMm(MoeMmArgs),
 }
 
 // SAFETY: the pointers are device addresses, which the host side never follows.
@@ -34,6 +43,9 @@ impl KernelCall {
             KernelCall::DecAttn(args) => kernel::dec_attn(args, launch),
             KernelCall::Mm(args) => kernel::mm(args, launch),
             KernelCall::ToH16(args) => kernel::to_h16(args, launch),
+            KernelCall::MoeRoute(args) => kernel::moe_route(args, launch),
+            KernelCall::MoeToH16(args) => kernel::moe_to_h16(args, launch),
+            KernelCall::MoeMm(args) => kernel::moe_mm(args, launch),
         }
     }
 }

@@ -3,6 +3,7 @@
 use super::glu_gemv::{guard_glu, PATTERN};
 use super::mat_mul::{guard_mat_mul, launch, rows};
 use super::pattern::Match;
+use super::thresholds::Threshold;
 use super::{any, Constants, Decline, Form, KernelCall, MayAlias, Resources, Window};
 
 /// The input is read as f16, which is made before.
@@ -21,7 +22,10 @@ pub static GEGLU_FFN: Window = Window {
     uses_scratch: true,
     input_form: |_| Some(("x", Form::H16)),
     hands_over: None,
-    threshold: Some(("wg", "x")),
+    threshold: Some(Threshold::Rows {
+        weight: "wg",
+        input: "x",
+    }),
     guard,
     scratch_bytes: |_| 0,
     calls,

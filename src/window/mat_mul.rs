@@ -18,6 +18,12 @@ pub(super) fn rows(role: Role, t: Tensor) -> Result<(i64, i64), Decline> {
     Ok((t.n_rows(), (nb[1] / 4) as i64))
 }
 
+/// Type of a weight that the kernels read.
+pub(super) fn weight_type(role: Role, w: Tensor) -> Result<DType, Decline> {
+    let known = w.dtype().filter(|d| MM_WEIGHT_TYPES.contains(d));
+    known.ok_or_else(|| Decline::new("weight type", format!("{role} {w:?}: no kernel for it")))
+}
+
 /// `out = w @ x`, as the kernel can do it.
 pub(super) fn guard_mat_mul(
     m: &Match,
@@ -28,9 +34,7 @@ pub(super) fn guard_mat_mul(
     let (w, x, out) = (m.tensor(w_role), m.tensor(x_role), m.tensor(out_role));
     let (n_tokens, x_stride) = rows(x_role, x)?;
     rows(out_role, out)?;
-    let Some(dtype) = w.dtype().filter(|d| MM_WEIGHT_TYPES.contains(d)) else {
-        return Err(Decline::new("weight type", format!("{w_role} {w:?}: no kernel for it")));
-    };
+    let dtype = weight_type(w_role, w)?;
     constant(w_role, w, constants)?;
     let [k, n_rows, ..] = w.ne();
     let whole = (dtype.block_len().max(H16::COLUMNS)) as i64;

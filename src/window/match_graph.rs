@@ -129,7 +129,7 @@ fn allowed(window: &Window, m: &Match, host: HostView, thresholds: Thresholds) -
         return Err(Decline::new("GPU", detail));
     }
     match window.threshold {
-        Some((weight, input)) => thresholds.check(host.cc(), m.tensor(weight), m.tensor(input)),
+        Some(threshold) => thresholds.check(host.cc(), m, threshold),
         None => Ok(()),
     }
 }

@@ -2,6 +2,7 @@
 
 use super::mat_mul::{guard_mat_mul, launch};
 use super::pattern::{Pattern, Step};
+use super::thresholds::Threshold;
 use super::{any, Form, KernelCall, MayAlias, Window};
 use crate::graph::Op;
 use crate::kernel::Glu;
@@ -26,7 +27,10 @@ pub static MM_PREFILL: Window = Window {
     uses_scratch: true,
     input_form: |_| Some(("x", Form::H16)),
     hands_over: None,
-    threshold: Some(("w", "x")),
+    threshold: Some(Threshold::Rows {
+        weight: "w",
+        input: "x",
+    }),
     guard: |m, constants| guard_mat_mul(m, constants, ("w", "x", "y"), Glu::None),
     scratch_bytes: |_| 0,
     calls: |m, r| vec![KernelCall::Mm(launch(m.tensor("w"), m.tensor("y"), r))],

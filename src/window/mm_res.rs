@@ -2,6 +2,7 @@
 
 use super::mat_mul::{guard_mat_mul, launch, rows};
 use super::pattern::{Match, Pattern, Step};
+use super::thresholds::Threshold;
 use super::{
     any, constant_vector, exact, no_params_from, Constants, Decline, Form, KernelCall, MayAlias, Resources, Window,
 };
@@ -33,7 +34,10 @@ pub static MM_RES: Window = Window {
     uses_scratch: true,
     input_form: |_| Some(("x", Form::H16)),
     hands_over: None,
-    threshold: Some(("w", "x")),
+    threshold: Some(Threshold::Rows {
+        weight: "w",
+        input: "x",
+    }),
     guard,
     scratch_bytes: |_| 0,
     calls,

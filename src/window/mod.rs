@@ -26,6 +26,9 @@ mod mat_mul;
 mod mat_vec;
 mod mm_prefill;
 mod mm_res;
+mod moe;
+mod moe_ffn;
+mod moe_prefill;
 mod qkv_gemv;
 mod sandwich_norm;
 
@@ -37,6 +40,7 @@ use crate::graph::Tensor;
 pub use call::KernelCall;
 pub use constants::Constants;
 use pattern::{Match, Pattern, Role};
+use thresholds::Threshold;
 
 /// How an output may share memory with an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -135,9 +139,8 @@ pub struct Window {
     pub input_form: fn(&Match) -> Option<(Role, Form)>,
     /// The output that can be left in any [`Form`], its f32 form then unwritten when nobody reads it.
     pub hands_over: Option<Role>,
-    /// Weight and input, where the number of tokens from which on the window is faster than stock depends on the weight's type: see
-    /// [`thresholds`].
-    pub threshold: Option<(Role, Role)>,
+    /// The product that must have so many tokens for the window to be faster than stock: see [`thresholds`].
+    pub threshold: Option<Threshold>,
     /// Types, shapes, strides and parameters.
     pub guard: fn(&Match, &Constants) -> Result<(), Decline>,
     /// Scratch bytes a match needs.
@@ -163,6 +166,8 @@ pub static WINDOWS: &[&Window] = &[
     &geglu_ffn::GEGLU_FFN,
     &mm_res::MM_RES,
     &mm_prefill::MM_PREFILL,
+    &moe_ffn::MOE_FFN,
+    &moe_prefill::MOE_PREFILL,
 ];
 
 /// Index of QKV_GEMV in [`WINDOWS`].

@@ -73,7 +73,7 @@ pub static SWITCHES: &[Switch] = &[
     },
     Switch {
         name: "GGML_FLASHRT_MM_MIN_TOKENS",
-        does: "least tokens of MM_PREFILL, MM_RES and GEGLU_FFN, for all weight types (default: `flashrt windows` lists them)",
+        does: "least tokens of the mat-mul windows, for all weight types (default: `flashrt windows` lists them)",
     },
     Switch {
         name: "GGML_FLASHRT_SCRATCH_MIB",

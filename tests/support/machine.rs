@@ -5,7 +5,8 @@ use ggml_flashrt::cache::{BlockSource, TICKET_BYTES};
 use ggml_flashrt::graph::dump::{GraphRecord, TensorRecord};
 use ggml_flashrt::graph::{DType, Op, OwnedGraph, FLAG_COMPUTE};
 use ggml_flashrt::kernel::{
-    CudaError, DecAttnArgs, GemvArgs, H16Args, Launch, MmArgs, NormArgs, QkvPart, QkvTailArgs, H16,
+    moe_max_rows, CudaError, DecAttnArgs, GemvArgs, H16Args, Launch, MmArgs, MoeH16Args, MoeMmArgs, MoeRouteArgs,
+    NormArgs, QkvPart, QkvTailArgs, H16,
 };
 use ggml_flashrt::window::engine::{Backend, Engine, EvalStatus};
 use ggml_flashrt::window::settings::Settings;
@@ -18,6 +19,9 @@ use std::sync::{Arc, Mutex};
 const ARENA: usize = 1 << 44;
 /// Scratch that tiny graphs really use.
 const ARENA_BYTES: usize = TICKET_BYTES + (1 << 15);
+
+/// Ids of experts in tensors whose name begins with "experts": 0 up to here.
+const EXPERT_IDS: u64 = 4;
 
 /// Device memory: the graph's tensors, and the engine's own blocks.
 #[derive(Clone)]
@@ -69,6 +73,9 @@ impl Memory {
                     Some(DType::F32) => memory.write_bytes(at, &(unit as f32).to_le_bytes()),
                     Some(DType::F16) => memory.write_bytes(at, &f16::from_f64(unit).to_le_bytes()),
                     Some(DType::BF16) => memory.write_bytes(at, &bf16::from_f64(unit).to_le_bytes()),
+                    Some(DType::I32) if t.name.starts_with("experts") => {
+                        memory.write_bytes(at, &((next() % EXPERT_IDS) as i32).to_le_bytes());
+                    }
                     Some(DType::I32) => memory.write_bytes(at, &(3 + 5 * i as i32).to_le_bytes()),
                     Some(DType::I64) => memory.write_bytes(at, &(2 + 3 * i as i64).to_le_bytes()),
                     Some(DType::Q8_0) if i < (t.ne[0] / 32 * rows) as usize => {
@@ -119,6 +126,13 @@ impl Memory {
             self.arena[address - ARENA..][..bytes.len()].copy_from_slice(bytes);
         } else {
             self.bytes[address - self.base..][..bytes.len()].copy_from_slice(bytes);
+        }
+    }
+
+    /// Fills a contiguous tensor of i32.
+    pub fn set_i32s(&mut self, t: &TensorRecord, values: &[i32]) {
+        for (i, v) in values.iter().enumerate() {
+            self.write_bytes(t.data as usize + 4 * i, &v.to_le_bytes());
         }
     }
 
@@ -272,7 +286,7 @@ pub fn run_node(m: &mut Memory, g: &GraphRecord, id: usize) {
     }
     let src = |i: usize| &g.tensors[t.src[i].unwrap()];
     let broadcast = |s: &TensorRecord, i: [usize; 4]| element(s, [0, 1, 2, 3].map(|d| i[d] % s.ne[d] as usize));
-    let mut out = Vec::new();
+    let (mut out, mut products) = (Vec::new(), Vec::new());
     match op {
         Op::Add | Op::Mul => {
             for i in indices(t.ne) {
@@ -310,6 +324,24 @@ pub fn run_node(m: &mut Memory, g: &GraphRecord, id: usize) {
                         .map(|(k, w)| w * m.load(x_row + k * x.nb[0], x.dtype))
                         .sum(),
                 );
+            }
+        }
+        Op::MulMatId => {
+            let (w, x, ids) = (src(0), src(1), src(2));
+            for i in indices([1, t.ne[1], t.ne[2], 1]) {
+                let (slot, token) = (i[1], i[2]);
+                let expert = m.index(element(ids, [slot, token, 0, 0]), ids.dtype, 0);
+                // Nobody computes such a row.
+                if !(0..w.ne[2]).contains(&expert) {
+                    continue;
+                }
+                for row in 0..t.ne[0] as usize {
+                    let weights = m.weights(element(w, [0, row, expert as usize, 0]), w.dtype, w.ne[0] as usize);
+                    let x_row = element(x, [0, slot % x.ne[1] as usize, token, 0]);
+                    let terms = weights.iter().enumerate();
+                    let sum = terms.map(|(k, w)| w * m.load(x_row + k * x.nb[0], x.dtype)).sum();
+                    products.push((element(t, [row, slot, token, 0]), sum));
+                }
             }
         }
         Op::Rope => {
@@ -387,6 +419,9 @@ pub fn run_node(m: &mut Memory, g: &GraphRecord, id: usize) {
     }
     for (i, value) in indices(t.ne).zip(out) {
         m.store(element(t, i), t.dtype, value);
+    }
+    for (address, value) in products {
+        m.store(address, t.dtype, value);
     }
 }
 
@@ -510,6 +545,69 @@ fn run_mm(m: &mut Memory, a: &MmArgs) {
                 sum += m.f32(a.res as usize + (t * a.res_stride as usize + row) * 4);
             }
             m.store(a.dst as usize + (t * a.dst_stride as usize + row) * 4, 0, sum);
+        }
+    }
+}
+
+fn run_moe_route(m: &mut Memory, a: &MoeRouteArgs) {
+    let mut place = 0i32;
+    for expert in 0..a.n_experts {
+        m.write_bytes(a.out.begin as usize + 4 * expert as usize, &place.to_le_bytes());
+        let begin = place;
+        for pair in 0..a.n_tokens * a.n_used {
+            let at = i64::from(pair / a.n_used) * a.ids_stride + i64::from(pair % a.n_used);
+            if m.index(a.ids as usize + 4 * at as usize, DType::I32 as i32, 0) == i64::from(expert) {
+                m.write_bytes(a.out.rows as usize + 4 * place as usize, &pair.to_le_bytes());
+                place += 1;
+            }
+        }
+        let count = place - begin;
+        m.write_bytes(a.out.count as usize + 4 * expert as usize, &count.to_le_bytes());
+        while place % 8 != 0 {
+            m.write_bytes(a.out.rows as usize + 4 * place as usize, &(-1i32).to_le_bytes());
+            place += 1;
+        }
+    }
+    m.write_bytes(a.out.begin as usize + 4 * a.n_experts as usize, &place.to_le_bytes());
+}
+
+fn run_moe_to_h16(m: &mut Memory, a: &MoeH16Args) {
+    let (k, places) = (a.k as usize, moe_max_rows(a.n_pairs, a.n_experts) as usize);
+    let table = |m: &Memory, of: *mut i32, i: usize| m.index(of as usize, DType::I32 as i32, i);
+    for place in 0..table(m, a.route.begin, a.n_experts as usize) as usize {
+        let pair = table(m, a.route.rows, place);
+        if pair >= 0 {
+            let of = if a.per_slot != 0 {
+                pair
+            } else {
+                pair / i64::from(a.n_used)
+            };
+            let x = m.f32s(a.x as usize + (of * a.x_stride) as usize * 4, k);
+            hand_over_h16(m, a.y, k, places, place, x);
+        }
+    }
+}
+
+fn run_moe_mm(m: &mut Memory, a: &MoeMmArgs) {
+    let (k, places) = (a.k as usize, moe_max_rows(a.n_pairs, a.n_experts) as usize);
+    let table = |m: &Memory, of: *mut i32, i: usize| m.index(of as usize, DType::I32 as i32, i);
+    for expert in 0..a.n_experts as usize {
+        for n in 0..table(m, a.route.count, expert) as usize {
+            let place = table(m, a.route.begin, expert) as usize + n;
+            let pair = table(m, a.route.rows, place) as usize;
+            for row in 0..a.n_rows as usize {
+                let x = received_h16(m, a.x, k, places, place);
+                let product = |w: *const std::ffi::c_void| -> f64 {
+                    let offset = expert * a.expert_bytes as usize + row * a.row_bytes as usize;
+                    let w = m.weights(w as usize + offset, a.ty, k);
+                    w.iter().zip(&x).map(|(w, x)| w * x).sum()
+                };
+                let mut sum = product(a.w);
+                if a.glu >= 0 {
+                    sum = activation(a.glu, sum) * product(a.w2);
+                }
+                m.store(a.dst as usize + (pair * a.dst_stride as usize + row) * 4, 0, sum);
+            }
         }
     }
 }
@@ -652,6 +750,9 @@ impl Backend for FakeDevice {
             KernelCall::DecAttn(a) => run_dec_attn(&mut m, &a),
             KernelCall::Mm(a) => run_mm(&mut m, &a),
             KernelCall::ToH16(a) => run_to_h16(&mut m, &a),
+            KernelCall::MoeRoute(a) => run_moe_route(&mut m, &a),
+            KernelCall::MoeToH16(a) => run_moe_to_h16(&mut m, &a),
+            KernelCall::MoeMm(a) => run_moe_mm(&mut m, &a),
             KernelCall::QkvTail(a) => a.part[..a.n_parts as usize]
                 .iter()
                 .for_each(|p| run_part(&mut m, &a, p)),
@@ -699,8 +800,14 @@ pub fn all_on() -> Settings {
 
 /// Memory after running the graph as the host's loop does, with the engine in it.
 pub fn run_fused(record: &GraphRecord, memory: &Memory) -> FusedRun {
+    run_fused_from(FROM_MANY, record, memory)
+}
+
+/// The same with other thresholds.
+pub fn run_fused_from(thresholds: Thresholds, record: &GraphRecord, memory: &Memory) -> FusedRun {
     let device = FakeDevice::new(memory.clone());
-    let engine = Engine::new(all_on(), Box::new(device.clone()));
+    let settings = Settings { thresholds, ..all_on() };
+    let engine = Engine::new(settings, Box::new(device.clone()));
     let owned = OwnedGraph::new(record).unwrap();
     run_with(&engine, &device, &owned, record)
 }

@@ -12,6 +12,9 @@ pub enum Family {
     Qwen2,
     /// Like Llama with norms on the heads of Q and K and NeoX RoPE.
     Qwen3,
+    /// Like Qwen3 with experts instead of one feed-forward block. Which experts, and by how much, are inputs: the router is not
+    /// ours.
+    Qwen3Moe,
     /// Norms before and after each block, norms on heads, a scale on Q, Q K V order, GeGLU.
     Gemma3,
 }
@@ -85,6 +88,10 @@ pub fn on_an_rpc_server(mut record: GraphRecord) -> GraphRecord {
     }
     record
 }
+
+/// Experts of [`Family::Qwen3Moe`], and how many of them a token takes.
+pub const N_EXPERTS: i64 = 4;
+pub const N_USED: i64 = 2;
 
 /// Operation parameters from floats and integers.
 pub fn f(v: f32) -> i32 {
@@ -177,7 +184,7 @@ impl Layers {
 
     fn rotated(&mut self, name: &str, heads: TensorId) -> TensorId {
         let mut x = heads;
-        if matches!(self.s.family, Family::Qwen3 | Family::Gemma3) {
+        if matches!(self.s.family, Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3) {
             x = self.norm(&format!("{name}_normed"), x);
         }
         let ne = self.b.tensor_mut(x).ne;
@@ -293,6 +300,10 @@ impl Layers {
         let residual = self.add(&format!("ffn_inp-{il}"), out, x);
 
         let normed = self.norm(&format!("ffn_norm-{il}"), residual);
+        if s.family == Family::Qwen3Moe {
+            let out = self.experts(il, normed);
+            return self.add(&format!("l_out-{il}"), out, residual);
+        }
         let up = self.mat_vec(&format!("ffn_up-{il}"), t_ffn, normed, s.n_ff);
         let gate = self.mat_vec(&format!("ffn_gate-{il}"), t_ffn, normed, s.n_ff);
         let ne = self.tokens(s.n_ff);
@@ -311,5 +322,83 @@ impl Layers {
             down
         };
         self.add(&format!("l_out-{il}"), down, residual)
+    }
+
+    fn experts_product(&mut self, name: &str, dtype: DType, x: TensorId, ids: TensorId, n_rows: i64) -> TensorId {
+        let k = self.b.tensor_mut(x).ne[0];
+        let w = self
+            .b
+            .weight(&format!("{name}.weight"), dtype, [k, n_rows, N_EXPERTS, 1]);
+        let ne = [n_rows, N_USED, self.s.n_tokens, 1];
+        self.b
+            .node(name, Op::MulMatId, DType::F32, ne, &[Some(w), Some(x), Some(ids)])
+    }
+
+    /// The sum of the experts' results, weighted.
+    fn experts(&mut self, il: usize, normed: TensorId) -> TensorId {
+        let (s, [.., t_ffn, t_out]) = (self.s, self.s.types);
+        // As many as there are experts, sorted: the first of them are taken.
+        let sorted = self
+            .b
+            .input(&format!("experts-{il}"), DType::I32, [N_EXPERTS, s.n_tokens, 1, 1]);
+        let nb = self.b.tensor_mut(sorted).nb;
+        let ids = self.b.view_node(
+            &format!("ffn_moe_topk-{il}"),
+            Op::View,
+            sorted,
+            [N_USED, s.n_tokens, 1, 1],
+            0,
+            &[Some(sorted)],
+        );
+        self.b.tensor_mut(ids).nb = nb;
+        let weights = self
+            .b
+            .input(&format!("ffn_moe_weights-{il}"), DType::F32, [1, N_USED, s.n_tokens, 1]);
+        let ne = [s.n_embd, 1, s.n_tokens, 1];
+        let x = self.b.view_node(
+            &format!("ffn_norm-{il} (reshaped)"),
+            Op::Reshape,
+            normed,
+            ne,
+            0,
+            &[Some(normed)],
+        );
+        let gate = self.experts_product(&format!("ffn_moe_gate-{il}"), t_ffn, x, ids, s.n_ff);
+        let up = self.experts_product(&format!("ffn_moe_up-{il}"), t_ffn, x, ids, s.n_ff);
+        let ne = [s.n_ff, N_USED, s.n_tokens, 1];
+        let glu = self.b.node(
+            &format!("ffn_moe_swiglu-{il}"),
+            Op::Glu,
+            DType::F32,
+            ne,
+            &[Some(gate), Some(up)],
+        );
+        self.b.tensor_mut(glu).params = vec![2];
+        let down = self.experts_product(&format!("ffn_moe_down-{il}"), t_out, glu, ids, s.n_embd);
+        let ne = [s.n_embd, N_USED, s.n_tokens, 1];
+        let weighted = self.b.node(
+            &format!("ffn_moe_weighted-{il}"),
+            Op::Mul,
+            DType::F32,
+            ne,
+            &[Some(down), Some(weights)],
+        );
+        let nb = self.b.tensor_mut(weighted).nb;
+        let ne = self.tokens(s.n_embd);
+        let slots: Vec<TensorId> = (0..N_USED as usize)
+            .map(|slot| {
+                let view = self.b.view_node(
+                    &format!("ffn_moe_weighted-{il} (view)"),
+                    Op::View,
+                    weighted,
+                    ne,
+                    slot * nb[1],
+                    &[Some(weighted)],
+                );
+                self.b.tensor_mut(view).nb = [nb[0], nb[2], nb[3], nb[3]];
+                view
+            })
+            .collect();
+        self.add(&format!("ffn_moe_out-{il}"), slots[0], slots[1])
     }
 }

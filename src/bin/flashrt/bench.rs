@@ -57,6 +57,8 @@ enum Mode {
     AdapterOverStock,
     /// The adapter's build with all windows off: what the patch alone costs.
     OffOverStock,
+    /// The adapter and the mask patch over a build with neither: what a user gains who takes both.
+    UserGain,
 }
 
 /// A test as llama-bench names it.
@@ -219,7 +221,13 @@ impl Plan {
             }
         }
         let masks = adapter.fills_masks()?;
-        if let Some(stock) = &stock {
+        if args.mode == Mode::UserGain {
+            let plain = stock.as_ref().map(Host::fills_masks).transpose()? == Some(false);
+            ensure!(
+                masks && plain,
+                "user-gain compares adapter and mask patch with neither: --host needs the mask patch, --stock must be given without it"
+            );
+        } else if let Some(stock) = &stock {
             ensure!(
                 stock.fills_masks()? == masks,
                 "only the {} build has the mask patch: its gain is not the adapter's; build both with `cargo xtask host --mask`, or \
@@ -237,7 +245,7 @@ impl Plan {
     }
 
     fn baseline(&self) -> String {
-        let baseline = match (&self.stock, self.masks) {
+        let baseline = match (&self.stock, self.masks && self.mode != Mode::UserGain) {
             (Some(_), false) => "an unpatched build",
             (Some(_), true) => "a build with the mask patch alone",
             (None, _) => "the adapter's build with GGML_FLASHRT_DISABLE=1",
@@ -290,12 +298,14 @@ impl Plan {
     fn fired(&self, stats: Option<&Value>) -> Check {
         let fired = llama::fired(stats);
         let (pass, detail) = match (self.mode, fired) {
-            (Mode::AdapterOverStock, None) => (
+            (Mode::AdapterOverStock | Mode::UserGain, None) => (
                 Some(false),
                 "no statistics were written: is --host a build with the adapter?".to_owned(),
             ),
             (Mode::OffOverStock, None) => (None, "no statistics were written".to_owned()),
-            (Mode::AdapterOverStock, Some(n)) => (Some(n > 0), format!("{n} launches of windows in the adapter arm")),
+            (Mode::AdapterOverStock | Mode::UserGain, Some(n)) => {
+                (Some(n > 0), format!("{n} launches of windows in the adapter arm"))
+            }
             (Mode::OffOverStock, Some(n)) => (Some(n == 0), format!("{n} launches of windows though they are off")),
         };
         Check {

@@ -3,7 +3,7 @@
 use crate::output;
 use anyhow::Result;
 use ggml_flashrt::window::settings::{Settings, SWITCHES};
-use ggml_flashrt::window::thresholds::FAMILIES;
+use ggml_flashrt::window::thresholds::{Threshold, FAMILIES};
 use ggml_flashrt::window::{self, WINDOWS};
 
 /// Arguments of `flashrt windows`.
@@ -34,7 +34,9 @@ pub fn run(args: Args) -> Result<()> {
             })
             .collect();
         let thresholds: Vec<_> = least_tokens(&settings)
-            .map(|(cc, name, least)| serde_json::json!({"cc": cc, "weight_type": name, "least_tokens": least}))
+            .map(|(cc, name, least, routed)| {
+                serde_json::json!({"cc": cc, "weight_type": name, "least_tokens": least, "least_routed_tokens": routed})
+            })
             .collect();
         let archs = ggml_flashrt::kernel::archs();
         let all = serde_json::json!({"windows": windows, "thresholds": thresholds, "compiled": window::compiled(),
@@ -55,35 +57,47 @@ pub fn run(args: Args) -> Result<()> {
             ]
         })
         .collect();
-    let takers: Vec<_> = WINDOWS
-        .iter()
-        .filter(|w| w.threshold.is_some())
-        .map(|w| w.name)
-        .collect();
+    let takers = |routed: bool| {
+        let of_kind = WINDOWS.iter().filter(|w| {
+            w.threshold
+                .is_some_and(|t| matches!(t, Threshold::Routed { .. }) == routed)
+        });
+        of_kind.map(|w| w.name).collect::<Vec<_>>().join(", ")
+    };
     let from = match settings.thresholds.mm_min_tokens {
         Some(_) => "from GGML_FLASHRT_MM_MIN_TOKENS",
         None => "provisional: not measured yet",
     };
     let least: Vec<_> = least_tokens(&settings)
-        .map(|(cc, name, least)| [format!("sm_{cc}a"), name.to_owned(), least.to_string()])
+        .map(|(cc, name, least, routed)| {
+            [
+                format!("sm_{cc}a"),
+                name.to_owned(),
+                least.to_string(),
+                routed.to_string(),
+            ]
+        })
         .collect();
     let switches: Vec<_> = SWITCHES.iter().map(|s| [s.name.into(), s.does.into()]).collect();
     output::print(&format!(
-        "{}\n{} take products from so many tokens on ({from}):\n{}\n{}",
+        "{}\n{} take products, {} those of experts, from so many tokens on ({from}):\n{}\n{}",
         output::table(["window", "archs", "status", "switch", "computes"], &rows),
-        takers.join(", "),
-        output::table(["GPU", "weights", "least tokens"], &least),
+        takers(false),
+        takers(true),
+        output::table(["GPU", "weights", "least tokens", "with experts"], &least),
         output::table(["switch", "effect"], &switches)
     ))
 }
 
-/// Compute capability (times 10), weight type and least tokens of the mat-mul windows.
-fn least_tokens(settings: &Settings) -> impl Iterator<Item = (i32, &'static str, i64)> + '_ {
+/// Compute capability (times 10), weight type and least tokens of the mat-mul windows, and of those with experts.
+fn least_tokens(settings: &Settings) -> impl Iterator<Item = (i32, &'static str, i64, i64)> + '_ {
     let lines = FAMILIES
         .iter()
         .flat_map(|f| f.least_tokens.iter().map(|(dtype, _)| (f.cc, *dtype)));
     lines.map(|(cc, dtype)| {
-        let least = settings.thresholds.least_tokens(cc, dtype);
-        (cc, dtype.name(), least.expect("a line of the table"))
+        let all = settings.thresholds;
+        let [least, routed] =
+            [all.least_tokens(cc, dtype), all.least_routed_tokens(cc, dtype)].map(|n| n.expect("a line of the table"));
+        (cc, dtype.name(), least, routed)
     })
 }
