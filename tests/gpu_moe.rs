@@ -7,8 +7,8 @@ mod gpu;
 
 use ggml_flashrt::kernel::cudart::Buffer;
 use ggml_flashrt::kernel::{
-    archs, moe_max_rows, moe_mm, moe_mm_supports, moe_route, moe_to_h16, CudaError, Glu, MoeH16Args, MoeMmArgs,
-    MoeRouteArgs, MoeRows, H16, MM_WEIGHT_TYPES, MOE_MAX_EXPERTS,
+    moe_max_rows, moe_mm, moe_route, moe_to_h16, CudaError, Glu, MoeH16Args, MoeMmArgs, MoeRouteArgs, MoeRows, H16,
+    MM_WEIGHT_TYPES, MOE_MAX_EXPERTS,
 };
 use ggml_flashrt::reference::h16::H16Row;
 use ggml_flashrt::reference::moe::{moe_ffn, moe_prefill, Route};
@@ -16,19 +16,6 @@ use ggml_flashrt::reference::quant::{DType, Matrix};
 use ggml_flashrt::reference::sample::Sample;
 use ggml_flashrt::reference::Bounded;
 use gpu::{bytes, expect, strided, Gpu, Output};
-
-/// A device with these kernels.
-fn open() -> Option<Gpu> {
-    let gpu = Gpu::open()?;
-    if moe_mm_supports(DType::F16 as i32, 64, Glu::None, 1) {
-        return Some(gpu);
-    }
-    let required = std::env::var("FLASHRT_REQUIRE_CUDA").is_ok_and(|v| v != "0");
-    let has_them = archs().contains("sm_90a") && gpu.launch(false).cc == 90;
-    assert!(!required || !has_them, "the kernels for this device do not run");
-    println!("skipped: no tensor-core kernels for this device");
-    None
-}
 
 /// How tokens are spread.
 #[derive(Debug, Clone, Copy)]
@@ -311,7 +298,7 @@ fn routes_of_any_spread() {
 
 #[test]
 fn every_type_and_spread() {
-    let Some(gpu) = open() else { return };
+    let Some(gpu) = Gpu::with_mat_muls() else { return };
     for dtype in [DType::Q4_K, DType::Q8_0, DType::Q6_K, DType::F16] {
         for k in [64, 192, 768].into_iter().filter(|k| k % dtype.block_len() == 0) {
             // Few pairs for each expert take narrow tiles, many wide ones.
@@ -341,7 +328,7 @@ fn every_type_and_spread() {
 
 #[test]
 fn every_unit() {
-    let Some(gpu) = open() else { return };
+    let Some(gpu) = Gpu::with_mat_muls() else { return };
     const KINDS: [Glu; 5] = [Glu::Reglu, Glu::Geglu, Glu::Swiglu, Glu::GegluErf, Glu::GegluQuick];
     for dtype in [DType::Q4_K, DType::Q8_0, DType::Q6_K, DType::F16] {
         for (i, kind) in KINDS.into_iter().enumerate() {
@@ -369,7 +356,7 @@ fn every_unit() {
 /// One small shape of each of the others.
 #[test]
 fn every_other_type() {
-    let Some(gpu) = open() else { return };
+    let Some(gpu) = Gpu::with_mat_muls() else { return };
     for dtype in MM_WEIGHT_TYPES {
         let mut sample = Sample::new(41);
         let (k, n_experts) = (256, 5);
@@ -388,7 +375,7 @@ fn every_other_type() {
 
 #[test]
 fn what_has_no_kernel_is_refused_without_a_launch() {
-    let Some(gpu) = open() else { return };
+    let Some(gpu) = Gpu::with_mat_muls() else { return };
     let mut sample = Sample::new(9);
     let ids = Ids::new(&gpu, &mut sample, Spread::Random, (9, 2), 4);
     let route = RouteOutput::new(&gpu, &ids, true, "refused");

@@ -2,7 +2,7 @@
 
 mod gpu;
 
-use ggml_flashrt::kernel::{norm, CudaError, NormArgs, H16, Q8};
+use ggml_flashrt::kernel::{norm, to_h16, CudaError, H16Args, NormArgs, H16, Q8};
 use ggml_flashrt::reference::add_norm::{add_norm, SumAndNorm};
 use ggml_flashrt::reference::sample::Sample;
 use ggml_flashrt::reference::sandwich_norm::sandwich_norm;
@@ -126,8 +126,26 @@ impl Case {
                 norm(&alone, gpu.launch(pdl)).unwrap();
                 zh.expect(&gpu.stream, &got_z, &format!("{case}, f16 alone"));
             }
+            expect_converted(gpu, &zh, &got_z, (n_rows, n_cols), &case);
         }
     }
+}
+
+/// A hand-off changes no result: it has the bits that converting the norm's f32 result gives.
+fn expect_converted(gpu: &Gpu, zh: &H16Output, z: &[f32], (n_rows, n_cols): (usize, usize), case: &str) {
+    let (x, y) = (gpu.input(z), H16Output::new(gpu, n_rows, n_cols));
+    let args = H16Args {
+        x: x.raw(),
+        x_stride: n_cols as i64,
+        y: y.raw(),
+        k: n_cols as i32,
+        n_tokens: n_rows as i32,
+    };
+    to_h16(&args, gpu.launch(true)).unwrap();
+    assert!(
+        zh.read(&gpu.stream) == y.read(&gpu.stream),
+        "{case}: f16 of the f32 result has other bits"
+    );
 }
 
 #[test]
@@ -164,6 +182,26 @@ fn outputs_over_inputs() {
                     over,
                 }
                 .run(&gpu, 5, true);
+            }
+        }
+    }
+}
+
+/// The form for rows that do not start on 16 bytes, as f16 too.
+#[test]
+fn unaligned_rows_of_any_length() {
+    let Some(gpu) = Gpu::open() else { return };
+    for n_cols in [64, 640, 1024, 4096, 8192, 16384] {
+        for (gap, over) in [(1, Over::Nothing), (2, Over::XandH), (3, Over::HandX)] {
+            for post_norm in [false, true] {
+                Case {
+                    n_rows: 11,
+                    n_cols,
+                    gap,
+                    post_norm,
+                    over,
+                }
+                .run(&gpu, 6, true);
             }
         }
     }
@@ -233,7 +271,9 @@ fn rows_of_every_magnitude_as_f16() {
         };
         norm(&args, gpu.launch(true)).unwrap();
         let got_z = z.read(&gpu.stream);
-        zh.expect(&gpu.stream, &got_z, &format!("scale {scale:e}"));
+        let case = format!("scale {scale:e}");
+        zh.expect(&gpu.stream, &got_z, &case);
+        expect_converted(&gpu, &zh, &got_z, (scales.len(), N), &case);
     }
 }
 

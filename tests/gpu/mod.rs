@@ -3,9 +3,9 @@
 #![allow(dead_code)] // each test file uses its part
 
 use ggml_flashrt::kernel::cudart::{current_device, device_count, Buffer, Plain, Stream};
-use ggml_flashrt::kernel::{Launch, H16, Q8};
+use ggml_flashrt::kernel::{archs, mm_supports, Glu, Launch, H16, Q8};
 use ggml_flashrt::reference::h16::{lay_out, H16Row};
-use ggml_flashrt::reference::quant::Q8Row;
+use ggml_flashrt::reference::quant::{DType, Q8Row};
 use ggml_flashrt::reference::{compare, Bounded};
 
 /// A device to run on.
@@ -35,6 +35,21 @@ impl Gpu {
         assert!(!required, "FLASHRT_REQUIRE_CUDA is set: {why}");
         println!("skipped: {why}");
         None
+    }
+
+    /// The same for kernels that exist on sm_90a alone; a failure if this is such a device and they do not run.
+    pub fn with_mat_muls() -> Option<Gpu> {
+        let gpu = Gpu::open()?;
+        let expected = archs().contains("sm_90a") && gpu.launch(false).cc == 90;
+        assert_eq!(
+            mm_supports(DType::F16 as i32, 64, Glu::None),
+            expected,
+            "tensor-core kernels"
+        );
+        if !expected {
+            println!("skipped: no tensor-core kernels for this device");
+        }
+        expected.then_some(gpu)
     }
 
     pub fn launch(&self, pdl: bool) -> Launch {
@@ -207,6 +222,13 @@ impl H16Output {
     pub fn reset(&self, stream: &Stream) {
         self.x.fill(POISON, stream).unwrap();
         self.scale.reset(stream);
+    }
+
+    /// Rows and scales as they lie.
+    pub fn read(&self, stream: &Stream) -> (Vec<u8>, Vec<u8>) {
+        let all = self.x.to_vec(stream).unwrap();
+        let rows = all[self.first()..][..H16::bytes(self.k, self.n_tokens)].to_vec();
+        (rows, bytes(&self.scale.read(stream)))
     }
 
     /// The rows must be, bit by bit, what converting `values` gives, and nothing else may have been written.
