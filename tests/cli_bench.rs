@@ -144,7 +144,7 @@ fn the_mask_patch_is_in_both_arms_or_in_none() {
     assert_eq!(report(&scratch)["build"]["baseline"], "an unpatched build");
     std::fs::remove_file(scratch.path("report.json")).unwrap();
     patch(&stock);
-    assert!(complaint(run().args(["--mode", "user-gain"])).contains("--stock must be given without it"));
+    assert!(complaint(run().args(["--mode", "user-gain"])).contains("must be given without it"));
     stdout(&mut run());
     assert_eq!(
         report(&scratch)["build"]["baseline"],
