@@ -10,6 +10,7 @@ mod toolkit;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use toolkit::{parse_release, Release, Toolkit};
 
@@ -97,8 +98,12 @@ fn nvcc_versions_are_read() {
     assert!(Release(12, 10) > Release(12, 8) && Release(9, 9) < Release(12, 0));
 }
 
+/// A program that is being written while another thread starts one stays open in that thread's child, and cannot be run meanwhile.
+static PROGRAMS: Mutex<()> = Mutex::new(());
+
 /// A toolkit whose nvcc only says its version.
 fn fake_toolkit(dir: &Path, release: &str) -> PathBuf {
+    let _writing = PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner);
     let nvcc = dir.join("bin/nvcc");
     fs::create_dir_all(nvcc.parent().unwrap()).unwrap();
     fs::write(
@@ -111,6 +116,7 @@ fn fake_toolkit(dir: &Path, release: &str) -> PathBuf {
 }
 
 fn find(vars: &[(&str, &Path)], repo: &Path) -> Result<Toolkit, String> {
+    let _running = PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner);
     let var = |name: &str| vars.iter().find(|v| v.0 == name).map(|v| v.1.display().to_string());
     Toolkit::find(&var, repo)
 }

@@ -142,7 +142,9 @@ fn the_mask_patch_is_in_both_arms_or_in_none() {
     // Unless the gain of both is what is asked for.
     stdout(run().args(["--mode", "user-gain"]));
     assert_eq!(report(&scratch)["build"]["baseline"], "an unpatched build");
-    std::fs::remove_file(scratch.path("report.json")).unwrap();
+    for file in ["report.json", "report.svg"] {
+        std::fs::remove_file(scratch.path(file)).unwrap();
+    }
     patch(&stock);
     assert!(complaint(run().args(["--mode", "user-gain"])).contains("must be given without it"));
     stdout(&mut run());
