@@ -629,7 +629,7 @@ fn a_panic_in_a_window_switches_off_that_window_only() {
 #[test]
 fn concurrent_regions_keep_windows_within_a_branch() {
     let mut record = model(Shape {
-        n_tokens: 1,
+        n_tokens: 2,
         ..Shape::tiny(Family::Llama)
     });
     let id = |r: &GraphRecord, name: &str| r.tensors.iter().position(|t| t.name == name).unwrap();

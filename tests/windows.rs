@@ -94,11 +94,19 @@ fn biases_and_head_norms_are_part_of_qkv() {
 /// behind Q's RoPE; the others leave one token to single mat-vecs.
 #[test]
 fn one_token_without_a_scale_is_left_to_single_mat_vecs() {
-    for (family, fires) in [(Family::Gemma3, true), (Family::Llama, false), (Family::Qwen3Moe, false)] {
+    for (family, fires) in [
+        (Family::Gemma3, true),
+        (Family::Llama, false),
+        (Family::Qwen3Moe, false),
+    ] {
         let shape = Shape::small(family);
         let n_layers = shape.n_layers as usize;
         let (counts, ..) = sites(shape);
-        assert_eq!(counts.get("QKV_GEMV").copied().unwrap_or(0), if fires { n_layers } else { 0 }, "{family:?}");
+        assert_eq!(
+            counts.get("QKV_GEMV").copied().unwrap_or(0),
+            if fires { n_layers } else { 0 },
+            "{family:?}"
+        );
     }
 }
 
@@ -160,7 +168,11 @@ fn many_tokens_are_left_to_stock() {
             ..Shape::small(Family::Llama)
         };
         let (counts, ..) = sites(shape);
-        assert_eq!(counts.contains_key("QKV_GEMV"), fires && n_tokens > 1, "{n_tokens} tokens");
+        assert_eq!(
+            counts.contains_key("QKV_GEMV"),
+            fires && n_tokens > 1,
+            "{n_tokens} tokens"
+        );
         assert_eq!(counts.contains_key("GLU_GEMV"), fires, "{n_tokens} tokens");
         assert_eq!(counts.contains_key("DEC_ATTN"), fires, "{n_tokens} tokens");
     }
