@@ -29,9 +29,14 @@ fn n_tokens(graph: &GraphRecord) -> i64 {
     graph.tensors[graph.nodes[0]].ne[1]
 }
 
+/// Prompts of the recorded graphs are short.
+const FROM_64: Thresholds = Thresholds {
+    mm_min_tokens: Some(64),
+};
+
 /// Fired sites in the order of [`WINDOWS`], hand-offs, and hand-offs that replace the f32 result.
 fn counts(graph: &GraphRecord, off: &[&str]) -> (Vec<usize>, usize, usize) {
-    counts_from(Thresholds::default(), graph, off)
+    counts_from(FROM_64, graph, off)
 }
 
 fn counts_from(thresholds: Thresholds, graph: &GraphRecord, off: &[&str]) -> (Vec<usize>, usize, usize) {
@@ -153,7 +158,7 @@ fn prefill_takes_norms_and_from_64_tokens_on_products() {
         ),
         ("llama-8b", [0, 0, 4, 1, 0, 2], [1, 0, 2 * 4 + 1], (2 * 2 + 2 + 2, 3)),
         ("qwen3-4b", [0, 0, 4, 1, 0, 2], [1, 0, 2 * 4 + 1], (2 * 2 + 2 + 2, 3)),
-        // Experts need 128 tokens, and the router's weights are f32.
+        // The router's weights are f32.
         ("qwen3-moe", [0, 0, 4, 0, 0, 1], [0, 0, 2 * 4], (2 * 2 + 1, 1)),
     ] {
         let graphs: Vec<_> = recorded(&format!("{model}-default"))
@@ -167,9 +172,10 @@ fn prefill_takes_norms_and_from_64_tokens_on_products() {
             "{model}, 48 tokens"
         );
         let (fired, edges, dropped) = counts(&graphs[1], &[]);
+        let experts = if model == "qwen3-moe" { [1, 1] } else { [0, 0] };
         assert_eq!(
             (fired, (edges, dropped)),
-            ([&few[..], &products, &[0; 2]].concat(), hand_offs),
+            ([&few[..], &products, &experts].concat(), hand_offs),
             "{model}, 96 tokens"
         );
     }
@@ -179,9 +185,7 @@ fn prefill_takes_norms_and_from_64_tokens_on_products() {
 /// by default.
 #[test]
 fn experts_of_a_prompt_fire_in_every_layer_with_many_tokens() {
-    let from_64 = Thresholds {
-        mm_min_tokens: Some(64),
-    };
+    let from_64 = FROM_64;
     let names = ["MOE_FFN", "MOE_PREFILL"];
     for graph in recorded("qwen3-moe-default").into_iter().filter(|g| n_tokens(g) == 96) {
         let of_experts = |thresholds: Thresholds, off: &[&str]| counts_from(thresholds, &graph, off).0[9..].to_vec();

@@ -401,7 +401,7 @@ fn leaves_that_something_may_write_are_no_weights() {
     }
 }
 
-const PREFILL: i64 = 64;
+const PREFILL: i64 = 512;
 
 fn prefill(family: Family) -> Shape {
     Shape {
@@ -462,7 +462,7 @@ fn prefill_takes_every_weight_type_of_its_kernel_and_no_other() {
             types: [*dtype; 4],
             ..prefill(Family::Llama)
         };
-        let (counts, _) = matched(&model(shape), Thresholds::default(), &[]);
+        let (counts, _) = matched(&model(shape), FROM_MANY, &[]);
         let known = MM_WEIGHT_TYPES.contains(dtype);
         assert_eq!(counts.contains_key("GEGLU_FFN"), known, "{dtype:?}");
         // The output matrix is Q8_0.
@@ -709,6 +709,24 @@ fn experts_prefill_in_two_windows_a_layer() {
     assert_eq!((counts["MOE_FFN"], counts["MOE_PREFILL"]), (3, 3));
 }
 
+/// cuBLAS is as fast with F16, and BF16 was not measured.
+#[test]
+fn by_default_half_precision_weights_are_left_to_stock() {
+    for dtype in [DType::F16, DType::BF16] {
+        let record = model(Shape {
+            types: [dtype; 4],
+            ..prefill(Family::Llama)
+        });
+        let (counts, _) = matched(&record, Thresholds::default(), &[]);
+        assert_eq!(
+            (counts.get("GEGLU_FFN"), counts["MM_PREFILL"]),
+            (None, 1),
+            "the output matrix is Q8_0"
+        );
+        assert!(reasons(&record, Thresholds::default(), "GEGLU_FFN", 90).contains(&"few tokens"));
+    }
+}
+
 #[test]
 fn experts_of_every_weight_type_of_the_kernel_fire_and_no_other() {
     for dtype in DType::ALL {
@@ -716,7 +734,7 @@ fn experts_of_every_weight_type_of_the_kernel_fire_and_no_other() {
             types: [*dtype; 4],
             ..moe_prefill(MOE_MIN_TOKENS)
         };
-        let (counts, _) = matched(&model(shape), Thresholds::default(), &[]);
+        let (counts, _) = matched(&model(shape), FROM_MANY, &[]);
         let expected = MM_WEIGHT_TYPES.contains(dtype).then_some(3);
         for window in ["MOE_FFN", "MOE_PREFILL"] {
             assert_eq!(counts.get(window).copied(), expected, "{window}, {dtype:?}");

@@ -3,7 +3,7 @@
 use crate::output;
 use anyhow::Result;
 use ggml_flashrt::window::settings::{Settings, SWITCHES};
-use ggml_flashrt::window::thresholds::{Threshold, FAMILIES};
+use ggml_flashrt::window::thresholds::{Threshold, FAMILIES, NEVER};
 use ggml_flashrt::window::{self, WINDOWS};
 
 /// Arguments of `flashrt windows`.
@@ -66,17 +66,10 @@ pub fn run(args: Args) -> Result<()> {
     };
     let from = match settings.thresholds.mm_min_tokens {
         Some(_) => "from GGML_FLASHRT_MM_MIN_TOKENS",
-        None => "provisional: not measured yet",
+        None => "measured: see the windows' pages",
     };
     let least: Vec<_> = least_tokens(&settings)
-        .map(|(cc, name, least, routed)| {
-            [
-                format!("sm_{cc}a"),
-                name.to_owned(),
-                least.to_string(),
-                routed.to_string(),
-            ]
-        })
+        .map(|(cc, name, least, routed)| [format!("sm_{cc}a"), name.to_owned(), tokens(least), tokens(routed)])
         .collect();
     let switches: Vec<_> = SWITCHES.iter().map(|s| [s.name.into(), s.does.into()]).collect();
     output::print(&format!(
@@ -87,6 +80,14 @@ pub fn run(args: Args) -> Result<()> {
         output::table(["GPU", "weights", "least tokens", "with experts"], &least),
         output::table(["switch", "effect"], &switches)
     ))
+}
+
+fn tokens(least: i64) -> String {
+    if least == NEVER {
+        "never".to_owned()
+    } else {
+        least.to_string()
+    }
 }
 
 /// Compute capability (times 10), weight type and least tokens of the mat-mul windows, and of those with experts.
