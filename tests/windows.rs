@@ -100,7 +100,7 @@ fn one_token_without_a_scale_is_left_to_single_mat_vecs() {
         (Family::Qwen3Moe, false),
     ] {
         let shape = Shape::small(family);
-        let n_layers = shape.n_layers as usize;
+        let n_layers = shape.n_layers;
         let (counts, ..) = sites(shape);
         assert_eq!(
             counts.get("QKV_GEMV").copied().unwrap_or(0),
