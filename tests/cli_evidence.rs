@@ -126,3 +126,27 @@ fn documents_follow_the_index() {
     std::fs::write(&document, "<!-- ev:nothing -->1<!-- /ev -->").unwrap();
     assert!(complaint(&mut render(&[])).contains("no evidence has the id \"nothing\""));
 }
+
+#[test]
+fn a_series_taken_elsewhere_speaks_of_that_machine_and_build() {
+    let scratch = folder();
+    edit(&scratch, |report| {
+        report["machine"]["gpu"] = json!("NVIDIA H200");
+        report["build"]["archs"] = json!("sm_90a");
+        let missing = report["missing"].as_object_mut().unwrap();
+        missing.retain(|field, _| field != "machine.gpu" && field != "build.archs");
+    });
+    let mut series = flashrt();
+    series.args(["evidence", "series", "op/x"]).arg(scratch.path("samples"));
+    series.arg("--out").arg(scratch.path("op.json"));
+    series
+        .args(["--unit", "x", "--better", "higher", "--taken-with"])
+        .arg(scratch.path("match.json"));
+    stdout(&mut series);
+    let read =
+        |name: &str| -> Value { serde_json::from_str(&std::fs::read_to_string(scratch.path(name)).unwrap()).unwrap() };
+    let (made, there) = (read("op.json"), read("match.json"));
+    assert_eq!((&made["machine"], &made["build"]), (&there["machine"], &there["build"]));
+    assert_eq!(made["missing"].get("machine.gpu"), None);
+    assert_eq!(made["headlines"][0]["value"], json!(200.0));
+}

@@ -55,6 +55,9 @@ enum Command {
         /// Divide each sample by this, for example the nodes that one iteration handles.
         #[arg(long, default_value_t = 1.0)]
         per: f64,
+        /// A report from the machine and build where the samples were taken, if that is not this one.
+        #[arg(long, value_name = "REPORT.json")]
+        taken_with: Option<PathBuf>,
     },
 }
 
@@ -94,9 +97,16 @@ pub fn run(args: Args) -> Result<()> {
             unit,
             better,
             per,
+            taken_with,
         } => {
             ensure!(per > 0.0, "--per must be positive");
-            let report = series(id, &samples, unit, better, per)?;
+            let mut report = series(id, &samples, unit, better, per)?;
+            if let Some(path) = taken_with {
+                let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+                let there: Report = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
+                take_place(&mut report, there);
+            }
+            report.verify()?;
             output::write_text(&out, &report.to_json(), false)
         }
     }
@@ -155,6 +165,16 @@ fn series(name: String, path: &Path, unit: String, better: Direction, per: f64) 
         }],
         missing,
     })
+}
+
+/// Makes a report speak of the machine and the build of another one.
+fn take_place(report: &mut Report, there: Report) {
+    let of_place = |field: &String| field.starts_with("machine.") || field.starts_with("build.");
+    report.missing.retain(|field, _| !of_place(field));
+    report
+        .missing
+        .extend(there.missing.into_iter().filter(|(field, _)| of_place(field)));
+    (report.machine, report.build) = (there.machine, there.build);
 }
 
 /// A list of numbers, or criterion's pairs of iterations and nanoseconds as nanoseconds per iteration.
