@@ -303,6 +303,33 @@ fn no_failed_launch_goes_unnoticed() {
 
 /// What was launched, in order: `n` for a norm, `N` for one that leaves f16 too, `c` for a conversion, `m` for a product;
 /// `r` for the route of experts, `g` for rows gathered in its order, `e` for their product.
+/// B12: attention may load Q before it waits for the launch in front of it, so that launch is never the one that writes Q.
+#[test]
+fn q_is_written_by_a_launch_before_the_last() {
+    let b = bench_with(
+        model(Shape {
+            n_tokens: 2,
+            ..Shape::tiny(Family::Qwen3)
+        }),
+        &[],
+        |_| {},
+    );
+    evaluate(&b);
+    let calls = b.device.launches.lock().unwrap();
+    let tails: Vec<Vec<bool>> = calls
+        .iter()
+        .filter_map(|call| match call {
+            KernelCall::QkvTail(a) => Some(a.part[..a.n_parts as usize].iter().map(|p| p.rows.is_null()).collect()),
+            _ => None,
+        })
+        .collect();
+    // Q alone goes to the graph's memory by token, K and V to their caches by index.
+    assert!(!tails.is_empty());
+    for pair in tails.chunks(2) {
+        assert_eq!(pair, [vec![true], vec![false, false]]);
+    }
+}
+
 fn launches(b: &Bench) -> String {
     let calls = b.device.launches.lock().unwrap();
     let name = |call: &KernelCall| match call {
