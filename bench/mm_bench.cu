@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Microbenchmark of the mat-mul with many rows: convert of the activations and multiplication, alone and together.
 //
-//   mm_bench [--json] [type k n_rows n_tokens glu]...
+//   nvcc -O3 -std=c++17 -DFRT_ARCHS='"sm_90a"' -gencode arch=compute_90a,code=sm_90a bench/mm_bench.cu csrc/mm/*.cu csrc/moe/*.cu -o mm_bench
+//   ./mm_bench [--json] [type k n_rows n_tokens glu]...
 //
 // One line per shape and tile width (0: the width that frt_mm chooses): microseconds (median of 30, CUDA events around 4 calls that
 // alternate between 4 copies of the weights) and TFLOP/s. Weights and activations are random; results are compared between tile widths.
