@@ -8,6 +8,8 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+const LLAMA_SERVER: &str = include_str!("support/llama_server.py");
+
 const STATS: &str = r#"
 fired=5; [ -n "$GGML_FLASHRT_DISABLE" ] && fired=0
 echo "{\"windows\":{\"ADD_NORM\":{\"fired\":$fired}}}" > "$GGML_FLASHRT_STATS"
@@ -19,37 +21,20 @@ fn server(scratch: &Scratch, on: &str, off: &str, dequantised: u32) {
     let script = format!(
         r#"
 exec python3 - "$@" <<'END'
-import http.server, json, os, signal, sys
+{LLAMA_SERVER}
 off = "GGML_FLASHRT_DISABLE" in os.environ
-def stop(*_):
-    with open(os.environ["GGML_FLASHRT_STATS"], "w") as f:
-        json.dump({{"windows": {{"ADD_NORM": {{"fired": 0 if off else 5}}}}}}, f)
-    os._exit(0)
-signal.signal(signal.SIGTERM, stop)
-class Handler(http.server.BaseHTTPRequestHandler):
-    def answer(self, body):
-        data = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-    def do_GET(self):
-        self.answer({{"status": "ok"}})
-    def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert request["temperature"] == 0, request
-        tokens, first = ({off} if off else {on}), 1
-        if "dequantised" in sys.argv[sys.argv.index("-m") + 1]:
-            assert off and request["n_predict"] == 1 and request["prompt"][1:] == [1] * 8, request
-            tokens, first = [{dequantised}], {dequantised}
-        else:
-            assert request["n_predict"] == 256, request
-        top = [{{"id": first, "logprob": -0.5}}, {{"id": 3 - first, "logprob": -2.0}}]
-        steps = [{{"id": t, "top_logprobs": top}} for t in tokens]
-        self.answer({{"content": str(tokens), "completion_probabilities": steps}})
-    def log_message(self, *_):
-        pass
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+def counters():
+    return {{"fired": 0 if off else 5}}
+def completion(request):
+    tokens, first = ({off} if off else {on}), 1
+    if "dequantised" in sys.argv[sys.argv.index("-m") + 1]:
+        assert off and request["n_predict"] == 1 and request["prompt"][1:] == [1] * 8, request
+        tokens, first = [{dequantised}], {dequantised}
+    else:
+        assert request["n_predict"] == 256, request
+    top = [{{"id": first, "logprob": -0.5}}, {{"id": 3 - first, "logprob": -2.0}}]
+    return str(tokens), [{{"id": t, "top_logprobs": top}} for t in tokens]
+serve()
 END
 "#
     );

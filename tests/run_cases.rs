@@ -5,42 +5,27 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
+const LLAMA_SERVER: &str = include_str!("support/llama_server.py");
+
 /// A server of 80 tokens after any prompt, always token 1 before token 2. Gaps between the two differ by 0.01 with tensors on the
 /// CPU; `other` says where token 2 is taken instead, and by how much it is preferred there.
 fn cases(other: &str, fired: u32, arguments: &[&str]) -> (Vec<String>, bool) {
     let script = format!(
         r#"#!/usr/bin/env python3
-import http.server, json, os, signal, sys
+{LLAMA_SERVER}
 cpu = "-ot" in sys.argv
-def stop(*_):
-    counters = {{"fired": {fired}, "declined": {{"many tokens": 3}}}}
-    with open(os.environ["GGML_FLASHRT_STATS"], "w") as f:
-        json.dump({{"windows": {{"ADD_NORM": counters}}}}, f)
-    os._exit(0)
-signal.signal(signal.SIGTERM, stop)
-class Handler(http.server.BaseHTTPRequestHandler):
-    def answer(self, body):
-        data = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-    def do_GET(self):
-        self.answer({{"status": "ok"}})
-    def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert request["temperature"] == 0, request
-        steps = []
-        for i in range(80):
-            gap = 1.0 + (0.01 if cpu else 0)
-            {other}
-            top = [(1, -0.5), (2, -0.5 - gap)]
-            top.sort(key=lambda c: -c[1])
-            steps.append({{"id": top[0][0], "top_logprobs": [{{"id": t, "logprob": p}} for t, p in top]}})
-        self.answer({{"content": "", "completion_probabilities": steps}})
-    def log_message(self, *_):
-        pass
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+def counters():
+    return {{"fired": {fired}, "declined": {{"many tokens": 3}}}}
+def completion(request):
+    steps = []
+    for i in range(80):
+        gap = 1.0 + (0.01 if cpu else 0)
+        {other}
+        top = [(1, -0.5), (2, -0.5 - gap)]
+        top.sort(key=lambda c: -c[1])
+        steps.append({{"id": top[0][0], "top_logprobs": [{{"id": t, "logprob": p}} for t, p in top]}})
+    return "", steps
+serve()
 "#
     );
     let dir = tempfile::tempdir().unwrap();
