@@ -5,8 +5,10 @@
 #   GGML_CUDA_FLASHRT_LIB     a prebuilt libggml_flashrt.a; without it cargo builds one inside the build tree
 #   CMAKE_CUDA_ARCHITECTURES  what cargo compiles the kernels for; below sm_80 there are none and the host runs its own
 #   CMAKE_CUDA_COMPILER       the nvcc that cargo uses
+#   GGML_CUDA_FLASHRT_FA4     ON: with the attention modules that `cargo xtask fa4` compiled on this machine
 include_guard(GLOBAL)
 
+option(GGML_CUDA_FLASHRT_FA4 "ggml: ggml-flashrt with attention modules of cargo xtask fa4" OFF)
 get_filename_component(FLASHRT_ROOT "${CMAKE_CURRENT_LIST_DIR}/.." ABSOLUTE)
 
 # Sets `result` to the entries of CMAKE_CUDA_ARCHITECTURES that the kernels can be compiled for.
@@ -44,11 +46,15 @@ function(flashrt_cargo_build archive)
     if (CMAKE_CUDA_HOST_COMPILER)
         list(APPEND env "NVCC_CCBIN=${CMAKE_CUDA_HOST_COMPILER}")
     endif()
+    set(features "cuda")
+    if (GGML_CUDA_FLASHRT_FA4)
+        set(features "cuda,fa4")
+    endif()
     set(target_dir "${CMAKE_BINARY_DIR}/flashrt")
     set(built "${target_dir}/release/libggml_flashrt.a")
     add_custom_target(flashrt_cargo
         COMMAND "${CMAKE_COMMAND}" -E env ${env}
-                "${FLASHRT_CARGO}" build --release --lib --features cuda
+                "${FLASHRT_CARGO}" build --release --lib --features "${features}"
                 --manifest-path "${FLASHRT_ROOT}/Cargo.toml" --target-dir "${target_dir}"
         BYPRODUCTS "${built}"
         COMMENT "Building libggml_flashrt.a"

@@ -339,6 +339,8 @@ fn launches(b: &Bench) -> String {
         KernelCall::MoeRoute(_) => 'r',
         KernelCall::MoeToH16(_) => 'g',
         KernelCall::MoeMm(_) => 'e',
+        KernelCall::MaskTiles(_) => 't',
+        KernelCall::PrefillFa4(_) => 'a',
         _ => '?',
     };
     calls.iter().map(name).collect()
@@ -348,9 +350,13 @@ fn launches(b: &Bench) -> String {
 fn the_first_reader_converts_what_no_norm_hands_over() {
     let b = prefill_bench(&[]);
     evaluate(&b);
-    // Q, V and K of stock's norm; attention's result; norm, gate and up; their unit's result. Then all but the first norm are ours.
-    let layer = ["cmmm", "cm", "Nm", "cm"].concat();
-    assert_eq!(launches(&b), format!("{layer}N{}Nm", &layer[1..]));
+    // Q, V and K of stock's norm; attention, its mask's tiles first; its result; norm, gate and up; their unit's result. Then all but the
+    // first norm are ours, and the mask is known.
+    let (first, other) = (
+        ["cmmm", "ta", "cm", "Nm", "cm"].concat(),
+        ["Nmmm", "a", "cm", "Nm", "cm"].concat(),
+    );
+    assert_eq!(launches(&b), format!("{first}{other}Nm"));
     // A norm whose readers all take f16 writes no f32.
     for call in b.device.launches.lock().unwrap().iter() {
         if let KernelCall::Norm(a) = call {
@@ -368,8 +374,8 @@ fn the_first_reader_converts_what_no_norm_hands_over() {
 fn experts_make_their_own_route_and_rows() {
     let b = bench_with(prefill(Family::Qwen3Moe), &[], |_| {});
     evaluate(&b);
-    let layer = ["cmmm", "cm", "n", "rge", "rge"].concat();
-    assert_eq!(launches(&b), format!("{layer}N{}Nm", &layer[1..]));
+    let (first, other) = (["cmmm", "ta", "cm", "n"].concat(), ["Nmmm", "a", "cm", "n"].concat());
+    assert_eq!(launches(&b), format!("{first}rgerge{other}rgergeNm"));
 }
 
 /// Scratch is bounded: products with experts that need more are stock's, and the rest is as before.
@@ -379,7 +385,8 @@ fn experts_beyond_the_scratch_limit_are_left_to_stock() {
     let settings = |limit: usize| Settings {
         thresholds: FROM_MANY,
         scratch_limit: limit,
-        ..Settings::from_vars([])
+        // Its tiles would lie between.
+        ..Settings::from_vars([("GGML_FLASHRT_NO_PREFILL_FA4".to_owned(), "1".to_owned())])
     };
     let run = |kib: usize| {
         let memory = Memory::for_graph(&record, 5);
@@ -404,8 +411,8 @@ fn without_its_norm_each_input_is_converted_once() {
     let b = prefill_bench(&[("GGML_FLASHRT_NO_ADD_NORM", "1")]);
     evaluate(&b);
     // The additions are now the products'.
-    let layer = ["cmmm", "cm", "cm", "cm"].concat();
-    assert_eq!(launches(&b), format!("{layer}{layer}cm"));
+    let rest = ["cm", "cm", "cm"].concat();
+    assert_eq!(launches(&b), format!("cmmmta{rest}cmmma{rest}cm"));
 }
 
 #[test]
@@ -413,7 +420,7 @@ fn a_reader_that_is_off_keeps_the_f32_form() {
     let b = prefill_bench(&[("GGML_FLASHRT_NO_MM_PREFILL", "1")]);
     evaluate(&b);
     // Norms before gate and up hand over; those before Q, K and V have no reader of ours.
-    assert_eq!(launches(&b), "NmnNmn");
+    assert_eq!(launches(&b), "taNmnaNmn");
     let handed_over: Vec<bool> = b
         .device
         .launches
@@ -455,8 +462,9 @@ fn concurrent_regions_share_no_hand_offs() {
     record.tensors[join].region = 2;
     let b = bench_with(record, &[], |_| {});
     evaluate(&b);
-    // Layer 0: attention's output, gate and up, down. Layer 1 also Q, V and K. Then the output matrix.
-    assert_eq!(launches(&b), ["cmncmcm", "ncmcmcm", "cmncmcm", "ncm"].concat());
+    // Layer 0: attention and its output, gate and up, down. Layer 1 also Q, V and K. Then the output matrix. Each attention looks at
+    // the mask for itself.
+    assert_eq!(launches(&b), ["tacmncmcm", "ncmcmcm", "tacmncmcm", "ncm"].concat());
     let mm = WINDOWS.iter().position(|w| w.name == "MM_PREFILL").unwrap();
     assert_eq!(b.engine.stats().windows[mm].declined["concurrent region"], 3);
 }
@@ -482,10 +490,10 @@ fn a_scratch_limit_declines_what_does_not_fit() {
         declined.get("scratch limit").copied().unwrap_or(0)
     };
     // Tickets take 64 KiB of half the limit. Attention's output and down projections read 128 values a token, the
-    // others 64.
+    // others 64. Attention itself has 256 in scratch.
     let kib = |n: usize| n << 10;
     for (rest, products, units, launched) in [
-        (kib(4), 0, 0, "cmmmcmNmcmNmmmcmNmcmNm"),
+        (kib(4), 0, 0, "cmmmtacmNmcmNmmmacmNmcmNm"),
         (kib(2), 4, 0, "cmmmNmNmmmNmNm"),
         (0, 11, 2, "nnnn"),
     ] {

@@ -10,7 +10,10 @@ use half::f16;
 use std::borrow::Cow;
 
 /// However few tokens there are.
-const ALL_SIZES: Thresholds = Thresholds { mm_min_tokens: Some(0) };
+const ALL_SIZES: Thresholds = Thresholds {
+    mm_min_tokens: Some(0),
+    fa4_min_tokens: Some(0),
+};
 
 /// Numbers that repeat for no length of interest, in (-1, 1).
 fn noise(seed: usize, n: usize) -> Vec<f32> {

@@ -1,4 +1,4 @@
-//! From how many tokens on a mat-mul window is faster than stock ggml: measured, by GPU family and weight type.
+//! From how many tokens on a mat-mul or attention window is faster than stock ggml: measured, by GPU family and weight type.
 
 use super::pattern::{Match, Role};
 use super::Decline;
@@ -20,6 +20,11 @@ pub enum Threshold {
         weight: Role,
         /// Which experts each token takes.
         ids: Role,
+    },
+    /// Query tokens of attention.
+    Queries {
+        /// The queries.
+        q: Role,
     },
 }
 
@@ -63,11 +68,17 @@ pub static FAMILIES: &[Family] = &[Family {
 /// Least tokens of the windows with experts, for all weight types: the only number at which they were measured (Qwen3-MoE shape).
 pub const MOE_MIN_TOKENS: i64 = 2048;
 
+/// Least query tokens of a stream for attention modules. They do not share the keys of a head among blocks, so few tokens leave most of a
+/// GPU idle.
+pub const FA4_MIN_TOKENS: i64 = 512;
+
 /// The table with what the settings make of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Thresholds {
     /// `GGML_FLASHRT_MM_MIN_TOKENS`: one number for all types, with experts and without.
     pub mm_min_tokens: Option<i64>,
+    /// `GGML_FLASHRT_FA4_MIN_TOKENS`
+    pub fa4_min_tokens: Option<i64>,
 }
 
 impl Thresholds {
@@ -88,7 +99,16 @@ impl Thresholds {
 
     /// Is the product large enough?
     pub(super) fn check(self, cc: i32, m: &Match, threshold: Threshold) -> Result<(), Decline> {
+        let no_kernel = |what: &str| Err(Decline::new("kernel", format!("no {what} for sm_{cc}")));
         let (weight, n_tokens) = match threshold {
+            Threshold::Queries { q } => {
+                let (n_tokens, least) = (m.tensor(q).ne()[1], self.fa4_min_tokens.unwrap_or(FA4_MIN_TOKENS));
+                return match n_tokens {
+                    _ if FAMILIES.iter().all(|f| f.cc != cc) => no_kernel("attention modules"),
+                    n if n < least => Err(Decline::new("few tokens", format!("{n} tokens, at least {least}"))),
+                    _ => Ok(()),
+                };
+            }
             Threshold::Rows { weight, input } => (m.tensor(weight), m.tensor(input).n_rows()),
             Threshold::Routed { weight, ids } => (m.tensor(weight), m.tensor(ids).ne()[1]),
         };
@@ -96,13 +116,11 @@ impl Thresholds {
             .dtype()
             .map_or_else(|| format!("type {}", weight.raw().dtype), |d| d.name().to_owned());
         let least = weight.dtype().and_then(|d| match threshold {
-            Threshold::Rows { .. } => self.least_tokens(cc, d),
             Threshold::Routed { .. } => self.least_routed_tokens(cc, d),
+            _ => self.least_tokens(cc, d),
         });
         match least {
-            None if FAMILIES.iter().all(|f| f.cc != cc) => {
-                Err(Decline::new("kernel", format!("no mat-muls for sm_{cc}")))
-            }
+            None if FAMILIES.iter().all(|f| f.cc != cc) => no_kernel("mat-muls"),
             None => Err(Decline::new("weight type", format!("{weight:?}: no kernel for {name}"))),
             Some(least) if n_tokens < least => {
                 let detail = match least {
@@ -138,7 +156,10 @@ mod tests {
 
     #[test]
     fn one_number_overrides_all() {
-        let all = Thresholds { mm_min_tokens: Some(7) };
+        let all = Thresholds {
+            mm_min_tokens: Some(7),
+            ..Thresholds::default()
+        };
         assert!(MM_WEIGHT_TYPES
             .iter()
             .all(|&d| all.least_tokens(90, d) == Some(7) && all.least_routed_tokens(90, d) == Some(7)));

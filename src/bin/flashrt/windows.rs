@@ -22,7 +22,7 @@ pub fn run(args: Args) -> Result<()> {
         () if settings.disabled => "off (GGML_FLASHRT_DISABLE)",
         () if settings.off[index] && !WINDOWS[index].on_by_default => "off (until its switch is 0)",
         () if settings.off[index] => "off (its switch)",
-        () => "on",
+        () => window::lacks(WINDOWS[index]).unwrap_or("on"),
     };
     if args.json {
         let windows: Vec<_> = WINDOWS
@@ -40,7 +40,7 @@ pub fn run(args: Args) -> Result<()> {
             .collect();
         let archs = ggml_flashrt::kernel::archs();
         let all = serde_json::json!({"windows": windows, "thresholds": thresholds, "compiled": window::compiled(),
-            "archs": archs});
+            "archs": archs, "attention_modules": ggml_flashrt::kernel::prefill_fa4_modules()});
         return output::print(&format!("{all:#}\n"));
     }
     let rows: Vec<_> = WINDOWS
