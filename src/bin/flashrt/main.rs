@@ -8,6 +8,7 @@ mod evidence;
 mod llama;
 mod machine;
 mod output;
+mod probe;
 mod qualify;
 mod server;
 mod synth;
@@ -38,6 +39,8 @@ enum Command {
     Bench(bench::Args),
     /// Compare the results of an adapter build with and without its windows
     Qualify(qualify::Args),
+    /// Say what machine this is and whether the expert streamer could run on it
+    Probe(probe::Args),
     /// Keep the evidence index and the figures in documents in step with the reports
     Evidence(evidence::Args),
 }
@@ -51,6 +54,7 @@ fn main() -> ExitCode {
         Command::Synth(args) => synth::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Qualify(args) => qualify::run(args),
+        Command::Probe(args) => probe::run(args),
         Command::Evidence(args) => evidence::run(args),
     };
     match result {

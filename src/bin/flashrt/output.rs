@@ -101,3 +101,13 @@ pub fn table<const N: usize>(head: [&str; N], rows: &[[String; N]]) -> String {
         .collect();
     line(head.to_vec()) + &body
 }
+
+/// A number of bytes to read: three digits or more of the largest unit that leaves no zero before the point.
+pub fn size(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let unit = (0..UNITS.len()).rev().find(|u| bytes >> (10 * u) > 0).unwrap_or(0);
+    if unit == 0 {
+        return format!("{bytes} B");
+    }
+    format!("{:.2} {}", bytes as f64 / (1u64 << (10 * unit)) as f64, UNITS[unit])
+}
