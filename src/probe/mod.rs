@@ -61,6 +61,15 @@ pub struct Options<'a> {
 impl Probe {
     /// Looks at the machine below `root`.
     pub fn take(root: &Root, options: Options) -> Probe {
+        Self::take_with(root, options, kernels_run)
+    }
+
+    /// The same without trying kernels, which takes seconds: for sums over memory. Never ready.
+    pub fn take_memory(root: &Root, options: Options) -> Probe {
+        Self::take_with(root, options, |_| Err("not tried".to_owned()))
+    }
+
+    fn take_with(root: &Root, options: Options, kernels: fn(i32) -> Result<(), String>) -> Probe {
         let storage = match options.model {
             None => Reading::unknown("no model file was named"),
             Some(path) => Reading::new("the model file", storage::read(root, path)),
@@ -73,7 +82,7 @@ impl Probe {
             blockers: Vec::new(),
             warnings: Vec::new(),
             board: Board::read(root),
-            cuda: Cuda::read(root, kernels_run),
+            cuda: Cuda::read(root, kernels),
             memory: Memory::read(root),
             io_uring: io_uring(root),
             storage,

@@ -2,4 +2,7 @@
 //!
 //! What is here does not touch a GPU yet. `docs/streamer.md` says what exists.
 
+pub mod budget;
 pub mod direct;
+pub mod shape;
+pub mod source;

@@ -1,6 +1,7 @@
 //! The `flashrt` command: measures, checks and inspects what the library does inside llama.cpp.
 
 mod bench;
+mod budget;
 #[cfg(feature = "host")]
 mod check;
 mod dump;
@@ -41,6 +42,8 @@ enum Command {
     Qualify(qualify::Args),
     /// Say what machine this is and whether the expert streamer could run on it
     Probe(probe::Args),
+    /// Say how many experts of a model fit into memory, with the sum
+    Budget(budget::Args),
     /// Keep the evidence index and the figures in documents in step with the reports
     Evidence(evidence::Args),
 }
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(args),
         Command::Qualify(args) => qualify::run(args),
         Command::Probe(args) => probe::run(args),
+        Command::Budget(args) => budget::run(args),
         Command::Evidence(args) => evidence::run(args),
     };
     match result {
