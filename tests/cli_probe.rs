@@ -242,3 +242,32 @@ fn this_machine_is_ready_or_the_blockers_say_why_not() {
     }
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 }
+
+#[test]
+fn a_read_test_says_how_it_read_and_how_fast() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model.gguf");
+    fs::write(&model, vec![7; 20 << 20]).unwrap();
+    let run = |seconds: &str| {
+        let mut command = flashrt();
+        command
+            .args(["probe", "--json", "--read-test", seconds, "--model"])
+            .arg(&model);
+        command.output().unwrap()
+    };
+    let json: Value = serde_json::from_slice(&run("0.2").stdout).unwrap();
+    let rate = &json["read_rate"]["value"];
+    assert!(rate["bytes"].as_u64().unwrap() >= 8 << 20, "{json}");
+    assert!(rate["seconds"].as_f64().unwrap() >= 0.2);
+    let quotient = rate["bytes"].as_f64().unwrap() / rate["seconds"].as_f64().unwrap();
+    assert!((rate["bytes_per_second"].as_f64().unwrap() / quotient - 1.0).abs() < 1e-9);
+    assert_eq!(rate["direct"], json["storage"]["value"]["direct"]["value"].is_object());
+
+    fs::write(&model, vec![7; 1 << 20]).unwrap();
+    let json: Value = serde_json::from_slice(&run("0.2").stdout).unwrap();
+    assert!(json["read_rate"]["unknown"].as_str().unwrap().contains("shorter"));
+    assert!(
+        run("0").stdout.is_empty() && run("nan").stdout.is_empty(),
+        "no time at all"
+    );
+}

@@ -7,6 +7,7 @@
 mod board;
 mod cuda;
 mod memory;
+mod rate;
 mod root;
 mod storage;
 mod verdict;
@@ -14,6 +15,7 @@ mod verdict;
 pub use board::{Board, Clock};
 pub use cuda::{Cuda, Device};
 pub use memory::{Limit, Memory, Rlimits, Swap};
+pub use rate::ReadRate;
 pub use root::{Reading, Root};
 pub use storage::{Direct, Disk, Kind, Layer, Storage, Transport};
 pub use verdict::Finding;
@@ -49,6 +51,8 @@ pub struct Probe {
     pub io_uring: Reading<bool>,
     /// What carries the model file.
     pub storage: Reading<Storage>,
+    /// How fast the model file can be read, when that was asked for.
+    pub read_rate: Reading<ReadRate>,
 }
 
 /// What to look at.
@@ -56,6 +60,8 @@ pub struct Probe {
 pub struct Options<'a> {
     /// A model file, as the machine names it.
     pub model: Option<&'a Path>,
+    /// Read the model file for about so many seconds.
+    pub read_seconds: Option<f64>,
 }
 
 impl Probe {
@@ -74,6 +80,12 @@ impl Probe {
             None => Reading::unknown("no model file was named"),
             Some(path) => Reading::new("the model file", storage::read(root, path)),
         };
+        let read_rate = match (options.read_seconds, options.model) {
+            (None, _) => Reading::unknown("not asked for"),
+            (_, None) => Reading::unknown("no model file was named"),
+            (Some(_), _) if !root.is_live() => Reading::unknown("a copy of another machine's files tells no rate"),
+            (Some(seconds), Some(path)) => Reading::new("the model file", rate::measure(path, seconds)),
+        };
         let mut probe = Probe {
             schema: SCHEMA,
             version: env!("CARGO_PKG_VERSION"),
@@ -86,6 +98,7 @@ impl Probe {
             memory: Memory::read(root),
             io_uring: io_uring(root),
             storage,
+            read_rate,
         };
         probe.blockers = verdict::blockers(&probe, options.model.is_some());
         probe.warnings = verdict::warnings(&probe);

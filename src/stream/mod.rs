@@ -4,5 +4,6 @@
 
 pub mod budget;
 pub mod direct;
+pub mod read;
 pub mod shape;
 pub mod source;

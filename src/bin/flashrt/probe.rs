@@ -11,12 +11,23 @@ pub struct Args {
     /// Look also at what carries this model file.
     #[arg(long)]
     model: Option<PathBuf>,
+    /// Read the model file for about so many seconds, and say how fast it went.
+    #[arg(long, value_name = "SECONDS", requires = "model", value_parser = seconds)]
+    read_test: Option<f64>,
     /// Print as JSON.
     #[arg(long)]
     json: bool,
     /// Read the files of another machine, copied to this folder, instead of this machine's.
     #[arg(long, value_name = "DIR")]
     sysroot: Option<PathBuf>,
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    let number: f64 = text.parse().map_err(|_| "no number".to_owned())?;
+    (0.1..=600.0)
+        .contains(&number)
+        .then_some(number)
+        .ok_or_else(|| "between 0.1 and 600".to_owned())
 }
 
 /// Prints the findings; fails when there are blockers.
@@ -37,9 +48,14 @@ pub fn run(args: Args) -> Result<()> {
         &root,
         Options {
             model: model.as_deref(),
+            read_seconds: args.read_test,
         },
     );
-    output::print(&if args.json { probe.to_json() } else { text(&probe) })?;
+    output::print(&if args.json {
+        probe.to_json()
+    } else {
+        text(&probe, args.read_test.is_some())
+    })?;
     match probe.blockers.len() {
         0 => Ok(()),
         1 => bail!("not ready: {}", probe.blockers[0].what),
@@ -54,7 +70,7 @@ fn show<T>(reading: &Reading<T>, show: impl Fn(&T) -> String) -> String {
     }
 }
 
-fn text(probe: &Probe) -> String {
+fn text(probe: &Probe, asked: bool) -> String {
     let size = |bytes: &u64| output::size(*bytes);
     let word = |s: &String| s.clone();
     let (board, memory) = (&probe.board, &probe.memory);
@@ -139,6 +155,13 @@ fn text(probe: &Probe) -> String {
             });
             row("  O_DIRECT", direct);
         }
+    }
+    if asked {
+        let rate = show(&probe.read_rate, |r| {
+            let mib = r.bytes_per_second / f64::from(1 << 20);
+            format!("{mib:.0} MiB/s over {:.1} s ({})", r.seconds, r.method)
+        });
+        row("  read test", rate);
     }
     let width = rows.iter().map(|r| r[0].chars().count()).max().unwrap_or(0);
     let mut out: String = rows
