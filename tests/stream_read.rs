@@ -231,6 +231,8 @@ fn a_file_that_was_cut_gives_an_error_and_not_zeros() {
 enum Fault {
     /// Bring at most so many bytes.
     Short(usize),
+    /// Read all, and say that only so many bytes came.
+    Part(usize),
     /// Fail with this number, without reading.
     Error(i32),
     /// Never complete.
@@ -251,6 +253,8 @@ struct Faulty {
     submitted: Arc<Mutex<u64>>,
     /// Outcomes made up without reading.
     made_up: Vec<(usize, Outcome)>,
+    /// Most bytes to report of a read, or what to claim instead.
+    part: HashMap<usize, usize>,
     long: HashMap<usize, usize>,
 }
 
@@ -272,6 +276,9 @@ impl Backend for Faulty {
                 // Reads past the page cache are cut at sectors, as the kernel does: the shorter read is done in full and cut after.
                 op.len = op.len.min(bytes);
             }
+            Some(Fault::Part(bytes)) => {
+                self.part.insert(op.token, bytes);
+            }
             Some(Fault::Error(code)) => {
                 self.made_up.push((op.token, Err(code)));
                 return Ok(());
@@ -291,6 +298,10 @@ impl Backend for Faulty {
             return Ok(done);
         }
         let (token, outcome) = self.inner.wait(timeout)?;
+        let outcome = match self.part.remove(&token) {
+            Some(bytes) => outcome.map(|n| n.min(bytes)),
+            None => outcome,
+        };
         Ok((token, self.long.remove(&token).map_or(outcome, Ok)))
     }
 }
@@ -307,6 +318,7 @@ fn faulty(ring: bool, script: Script) -> MakeBackend {
             script: script.clone(),
             submitted: submitted.clone(),
             made_up: Vec::new(),
+            part: HashMap::new(),
             long: HashMap::new(),
         };
         Ok((Box::new(made) as Box<dyn Backend>, Vec::new()))
@@ -349,6 +361,32 @@ fn short_reads_are_continued() {
             let mut reader = noise.with(options.clone(), faulty(ring, odd));
             noise.check(&mut reader, &many());
         }
+    }
+}
+
+/// O_DIRECT refuses to go on in the middle of a sector, so the sector is read again.
+#[test]
+fn a_short_read_past_the_page_cache_goes_on_at_a_sector() {
+    let noise = Noise::new();
+    for ring in [true, false] {
+        let odd = script(|n| (n % 4 != 3).then_some(Fault::Part(1 + 4099 * (1 + n as usize % 7))));
+        let mut reader = noise.with(small(), faulty(ring, odd));
+        if !reader.is_direct() {
+            println!("skipped: {}", reader.method());
+            return;
+        }
+        noise.check(&mut reader, &many());
+        assert!(reader.counters().short > 0);
+        assert!(
+            reader.is_direct() && reader.counters().buffered == 0,
+            "{}",
+            reader.method()
+        );
+        // Less than a sector each time is no progress: the page cache then brings the rest.
+        let none = script(|_| Some(Fault::Part(100)));
+        let mut reader = noise.with(small(), faulty(ring, none));
+        noise.check(&mut reader, &[range(1_000_003, 3000)]);
+        assert!(reader.counters().buffered > 0);
     }
 }
 
@@ -480,6 +518,7 @@ fn a_backend_that_cannot_be_had_again_is_an_error() {
             script: script(|n| (n == 0).then_some(Fault::Refuse)),
             submitted: Arc::default(),
             made_up: Vec::new(),
+            part: HashMap::new(),
             long: HashMap::new(),
         };
         Ok((Box::new(faulty), Vec::new()))
