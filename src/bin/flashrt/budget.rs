@@ -40,19 +40,19 @@ pub struct Args {
     #[arg(long = "with", value_name = "FILE")]
     with: Vec<PathBuf>,
     /// State that the model keeps beside its KV cache, where flashrt cannot size it.
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    #[arg(long, value_name = "SIZE", value_parser = output::parse_size)]
     state: Option<u64>,
     /// Leave the system more than flashrt would.
-    #[arg(long, default_value = "0", value_name = "SIZE", value_parser = size)]
+    #[arg(long, default_value = "0", value_name = "SIZE", value_parser = output::parse_size)]
     reserve: u64,
     /// Reads in flight.
     #[arg(long, default_value_t = 8)]
     reads: u64,
     /// Plan for a machine with so much memory instead of this one: the GPU shares it with the system, unless --host-available.
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    #[arg(long, value_name = "SIZE", value_parser = output::parse_size)]
     available: Option<u64>,
     /// With --available, which is then the GPU's own memory: memory of the host.
-    #[arg(long, value_name = "SIZE", value_parser = size, requires = "available")]
+    #[arg(long, value_name = "SIZE", value_parser = output::parse_size, requires = "available")]
     host_available: Option<u64>,
     /// GPU to plan for.
     #[arg(long, default_value_t = 0)]
@@ -70,25 +70,10 @@ fn budget_size(text: &str) -> Result<Limit, String> {
     if text == "auto" {
         return Ok(Limit(None));
     }
-    match size(text)? {
+    match output::parse_size(text)? {
         0 => Err("0 is no budget: `auto` takes what fits".to_owned()),
         bytes => Ok(Limit(Some(bytes))),
     }
-}
-
-fn size(text: &str) -> Result<u64, String> {
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let shift = match &text[digits..] {
-        "" | "B" => 0,
-        "K" | "KiB" => 10,
-        "M" | "MiB" => 20,
-        "G" | "GiB" => 30,
-        unit => return Err(format!("{unit:?} is no unit: B, KiB, MiB or GiB")),
-    };
-    let number: u64 = text[..digits]
-        .parse()
-        .map_err(|_| "a whole number and a unit, as in 4GiB".to_owned())?;
-    number.checked_mul(1 << shift).ok_or_else(|| "too large".to_owned())
 }
 
 fn dtype(text: &str) -> Result<DType, String> {

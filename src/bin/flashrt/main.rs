@@ -12,6 +12,7 @@ mod output;
 mod probe;
 mod qualify;
 mod server;
+mod stream_sim;
 mod synth;
 mod windows;
 
@@ -44,6 +45,8 @@ enum Command {
     Probe(probe::Args),
     /// Say how many experts of a model fit into memory, with the sum
     Budget(budget::Args),
+    /// Play a routing trace through slots and a disk of given speed
+    StreamSim(stream_sim::Args),
     /// Keep the evidence index and the figures in documents in step with the reports
     Evidence(evidence::Args),
 }
@@ -59,6 +62,7 @@ fn main() -> ExitCode {
         Command::Qualify(args) => qualify::run(args),
         Command::Probe(args) => probe::run(args),
         Command::Budget(args) => budget::run(args),
+        Command::StreamSim(args) => stream_sim::run(args),
         Command::Evidence(args) => evidence::run(args),
     };
     match result {
