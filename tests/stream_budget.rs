@@ -211,6 +211,12 @@ fn every_tensor_is_counted_once() {
         sum(&|n| !experts(n) && n != "token_embd.weight")
     );
     assert_eq!(item("embeddings"), sum(&|n| n == "token_embd.weight"));
+    let shape = Shape::of(m.header()).unwrap();
+    let cache = request(256).cache;
+    assert_eq!(item("KV cache"), shape.kv_bytes(&cache).unwrap());
+    assert_eq!(item("tensors of a ubatch"), shape.transient_bytes(&cache).unwrap());
+    assert_eq!(item("scratch"), 256 * MIB);
+    assert_eq!(item("reads in flight") + item("staging"), 2 * 8 * MIB);
     let of_experts: u64 = m
         .tensors()
         .filter(|(_, t)| experts(&t.name))

@@ -117,6 +117,19 @@ fn prefetching_takes_no_slot_that_is_pinned_or_protected() {
     assert_eq!(use_all(&mut slots, Step::Decode, set), 8);
 }
 
+/// Tokens of one step that share an expert are one use of it.
+#[test]
+fn only_a_later_step_protects() {
+    let mut slots = Slots::new(10, Policy::Segmented);
+    let twice = [key(0, 1), key(0, 1)];
+    use_all(&mut slots, Step::Decode, twice);
+    assert!(!slots.is_protected(key(0, 1)));
+    use_all(&mut slots, Step::Prefill, twice);
+    assert!(!slots.is_protected(key(0, 1)), "a prompt does not");
+    use_all(&mut slots, Step::Decode, twice);
+    assert!(slots.is_protected(key(0, 1)));
+}
+
 /// LRU as it is defined: a list of keys, the last used at its end.
 #[derive(Default)]
 struct Plain {
