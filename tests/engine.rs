@@ -308,7 +308,6 @@ fn no_failed_launch_goes_unnoticed() {
 fn q_is_written_by_a_launch_before_the_last() {
     let b = bench_with(
         model(Shape {
-            n_tokens: 2,
             ..Shape::tiny(Family::Qwen3)
         }),
         &[],
