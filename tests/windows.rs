@@ -545,6 +545,7 @@ fn prefill(family: Family) -> Shape {
         n_layers: 3,
         n_tokens: PREFILL,
         n_kv: 128,
+        n_head: 16,
         ..Shape::small(family)
     }
 }

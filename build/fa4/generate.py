@@ -4,7 +4,7 @@
 
     generate.py --arch sm_90a --out DIR NAME...      names of build/fa4/modules.json
 
-`cargo xtask fa4` runs it with the packages pinned in third_party/pins.toml. A module computes, for one stream and all heads,
+`cargo xtask fa4` runs it with the packages pinned in third_party/pins.toml. A module computes, for each stream and head,
 
     o[t][h] = softmax(scale * q[t][h] . k[j][h / r] + mask[t][j]) . v[j][h / r],    r = n_heads / n_heads_kv
 
@@ -101,7 +101,7 @@ if HOPPER:
 else:
     from flash_attn.cute import flash_fwd_sm100 as fa_kernel  # noqa: E402
 
-# All heads of Q that share one of K and V are one batch entry with a single head of K: any head number divided by this is 0.
+# A batch entry is a stream and a head of K: the heads of Q that share it have numbers below this, so all of them find head 0.
 ONE_KV_HEAD = 1 << 20
 
 
@@ -144,7 +144,7 @@ class AddedMask(fa_mask.AttentionMask):
             for r in cutlass.range_constexpr(cute.size(scores.shape[0])):
                 # Rows behind the last query have no mask; what they give is not stored.
                 query = cutlass.min(mine[r, 0][0] + m_block * self.tile_m, self.seqlen_q - 1)
-                row = mask[query, None].iterator
+                row = mask[batch_idx, query, None].iterator
                 for c in cutlass.range_constexpr(0, cute.size(scores.shape[1]), 2):
                     key = column + first[0, c][1]
                     at = key
@@ -172,6 +172,8 @@ def longest_first():
 
 
 fa_kernel.AttentionMask = AddedMask
+# Knows no nested strides; the entry assumes what it would.
+fa_kernel.assume_tensor_aligned = lambda tensor: tensor
 # Keys are clamped above, so nothing has to be divided.
 fa_utils.compute_fastdiv_mods = lambda *_, **__: None
 if HOPPER:
@@ -206,7 +208,7 @@ def kernel_of(module):
 
 def entry_of(module):
     kernel = kernel_of(module)
-    d, dv, tile_m = module["head_dim"], module["head_dim_v"], module["tile_m"]
+    d, dv = module["head_dim"], module["head_dim_v"]
 
     @cute.jit
     def entry(
@@ -223,15 +225,22 @@ def entry_of(module):
         n_kv: Int32,
         n_heads: Int32,
         n_heads_kv: Int32,
+        n_streams: Int32,
+        n_token_tiles: Int32,
         n_key_tiles: Int32,
+        q_stream: Int64,
         q_token: Int64,
         q_head: Int64,
+        k_stream: Int64,
         k_row: Int64,
         k_head: Int64,
+        v_stream: Int64,
         v_row: Int64,
         v_head: Int64,
+        o_stream: Int64,
         o_token: Int64,
         o_head: Int64,
+        mask_stream: Int64,
         mask_token: Int64,
         scale: Float32,
         mask_factor: Float32,
@@ -239,21 +248,29 @@ def entry_of(module):
     ):
         layout = cute.make_layout
         group = n_heads // n_heads_kv
-        many = (n_heads_kv, n_tokens, group)
-        tq = cute.make_tensor(q, layout((*many, d), stride=(q_head * group, q_token, q_head, 1)))
-        to = cute.make_tensor(o, layout((*many, dv), stride=(o_head * group, o_token, o_head, 1)))
-        tk = cute.make_tensor(k, layout((n_heads_kv, n_kv, 1, d), stride=(k_head, k_row, k_head, 1)))
-        tv = cute.make_tensor(v, layout((n_heads_kv, n_kv, 1, dv), stride=(v_head, v_row, v_head, 1)))
-        query_tiles = (n_tokens + tile_m - 1) // tile_m
-        counts = layout((n_heads_kv, 1, query_tiles), stride=(0, 0, 1))
-        indices = layout((n_heads_kv, 1, query_tiles, n_key_tiles), stride=(0, 0, n_key_tiles, 1))
+        batch = (n_heads_kv, n_streams)
+
+        def operand(pointer, rows, heads, values, strides):
+            stream, row, shared, head = [cute.assume(s, divby=8) for s in strides]
+            return cute.make_tensor(pointer, layout((batch, rows, heads, values), stride=((shared, stream), row, head, 1)))
+
+        tq = operand(q, n_tokens, group, d, (q_stream, q_token, q_head * group, q_head))
+        to = operand(o, n_tokens, group, dv, (o_stream, o_token, o_head * group, o_head))
+        tk = operand(k, n_kv, 1, d, (k_stream, k_row, k_head, k_head))
+        tv = operand(v, n_kv, 1, dv, (v_stream, v_row, v_head, v_head))
+        # Streams may share a mask, and with it its tiles.
+        plane = n_token_tiles
+        if mask_stream == 0:
+            plane = Int32(0)
+        counts = layout((batch, 1, n_token_tiles), stride=((0, plane), 0, 1))
+        indices = layout((batch, 1, n_token_tiles, n_key_tiles), stride=((0, plane * n_key_tiles), 0, n_key_tiles, 1))
         lists = BlockSparseTensors(
             cute.make_tensor(partial_count, counts),
             cute.make_tensor(partial_index, indices),
             cute.make_tensor(full_count, counts),
             cute.make_tensor(full_index, indices),
         )
-        tm = cute.make_tensor(mask, layout((n_tokens, n_kv), stride=(mask_token, 1)))
+        tm = cute.make_tensor(mask, layout((batch, n_tokens, n_kv), stride=((0, mask_stream), mask_token, 1)))
         kernel(
             tq, tk, tv, to, None, scale,
             blocksparse_tensors=lists, aux_data=AuxData([tm], (mask_factor,)), stream=stream,
@@ -268,7 +285,7 @@ def arguments():
 
     rows = [pointer(Float16, 16) for _ in "qkvo"]
     lists = [pointer(Int32, 4) for _ in range(4)]
-    return [*rows, pointer(Float16, 4), *lists, *[Int32(1)] * 5, *[Int64(8)] * 9, Float32(1), Float32(1), cuda.CUstream(0)]
+    return [*rows, pointer(Float16, 4), *lists, *[Int32(1)] * 7, *[Int64(8)] * 14, Float32(1), Float32(1), cuda.CUstream(0)]
 
 
 # The host part is x86-64 without extensions: it must run where it was not compiled.

@@ -6,7 +6,7 @@
 // replaces FLASH_ATTN_EXT without ALiBi, softcap and sinks.
 // q f32, k and v f16, mask f16 [n_kv], all with strides in bytes; dst f32 [n_streams][n_tokens][n_heads][head_dim_v].
 //
-// Launches: q to f16, the module once for each stream, its result to f32. q is multiplied by the power of two that is next above scale or
+// Launches: q to f16, the module, its result to f32. q is multiplied by the power of two that is next above scale or
 // equal to it, which is exact and keeps large queries within f16, as stock does with scale itself; the module gets the rest. A module
 // walks the tiles of frt_mask_tiles: it adds the mask in partial ones and leaves it alone in full ones. Modules are launched plainly, so
 // they start when all earlier work is over.
@@ -71,13 +71,14 @@ __global__ void __launch_bounds__(kThreads) results_kernel(const uint4 * from, f
     }
 }
 
-// What a module's entry takes, for one stream.
+// What a module's entry takes. Strides are in elements.
 struct ModuleArgs {
-    void *  q, *k, *v, *o, *mask;
+    void *    q, *k, *v, *o, *mask;
     frt_tiles tiles;
-    int32_t n_tokens, n_kv, n_heads, n_heads_kv, n_key_tiles;
-    int64_t q_token, q_head, k_row, k_head, v_row, v_head, o_token, o_head, mask_token;
-    float   scale, mask_factor;
+    int32_t   n_tokens, n_kv, n_heads, n_heads_kv, n_streams, n_token_tiles, n_key_tiles;
+    int64_t   q_stream, q_token, q_head, k_stream, k_row, k_head, v_stream, v_row, v_head, o_stream, o_token, o_head;
+    int64_t   mask_stream, mask_token;
+    float     scale, mask_factor;
 };
 
 // A module once it is loaded. The headers' own loaders would create a context on every GPU.
@@ -92,18 +93,19 @@ struct Module {
 };
 
 #ifdef FRT_FA4
-#define FRT_RUN(name, ...)                                                                                                             \
-    int run_##name(cudaLibrary_t library, const ModuleArgs & a, cudaStream_t stream) {                                                 \
-        fa4_##name##_Kernel_Module_t module = {library};                                                                               \
-        return cute_dsl_fa4_##name##_wrapper(&module, a.q, a.k, a.v, a.o, a.mask, a.tiles.partial_count, a.tiles.partial_index,        \
-                                             a.tiles.full_count, a.tiles.full_index, a.n_tokens, a.n_kv, a.n_heads, a.n_heads_kv,      \
-                                             a.n_key_tiles, a.q_token, a.q_head, a.k_row, a.k_head, a.v_row, a.v_head, a.o_token,      \
-                                             a.o_head, a.mask_token, a.scale, a.mask_factor, stream);                                  \
+#define FRT_RUN(name, ...)                                                                                                              \
+    int run_##name(cudaLibrary_t library, const ModuleArgs & a, cudaStream_t stream) {                                                  \
+        fa4_##name##_Kernel_Module_t module = {library};                                                                                \
+        return cute_dsl_fa4_##name##_wrapper(                                                                                           \
+            &module, a.q, a.k, a.v, a.o, a.mask, a.tiles.partial_count, a.tiles.partial_index, a.tiles.full_count, a.tiles.full_index,  \
+            a.n_tokens, a.n_kv, a.n_heads, a.n_heads_kv, a.n_streams, a.n_token_tiles, a.n_key_tiles, a.q_stream, a.q_token, a.q_head,  \
+            a.k_stream, a.k_row, a.k_head, a.v_stream, a.v_row, a.v_head, a.o_stream, a.o_token, a.o_head, a.mask_stream, a.mask_token, \
+            a.scale, a.mask_factor, stream);                                                                                            \
     }
 FRT_FA4_MODULES(FRT_RUN)
 #endif
 
-#define FRT_MODULE(name, head_dim, head_dim_v, tile_m, tile_n)                                                                         \
+#define FRT_MODULE(name, head_dim, head_dim_v, tile_m, tile_n)                                                                          \
     {#name, head_dim, head_dim_v, tile_m, tile_n, _mlir_fa4_##name##_cuda_init, _mlir_fa4_##name##_cuda_load_to_device, run_##name},
 #define FRT_NAME(name, ...) #name " "
 
@@ -195,41 +197,39 @@ cudaError_t convert_queries(const frt_prefill_fa4_args & a, frt_launch how) {
 }
 
 cudaError_t attend(const Module & m, const frt_prefill_fa4_args & a, frt_launch how) {
-    const int64_t key_tiles = (a.n_kv - 1) / a.tile_n + 1, token_tiles = (a.mask_tokens - 1) / a.tile_m + 1;
-    ModuleArgs    args = {};
+    auto       mutable_ptr = [](const void * p) { return const_cast<void *>(p); };
+    ModuleArgs args = {};
+    args.q = narrow_q(a);
+    args.k = mutable_ptr(a.k);
+    args.v = mutable_ptr(a.v);
+    args.o = narrow_o(a);
+    args.mask = mutable_ptr(a.mask);
+    args.tiles = a.tiles;
     args.n_tokens = a.n_tokens;
     args.n_kv = a.n_kv;
     args.n_heads = a.n_heads;
     args.n_heads_kv = a.n_heads_kv;
-    args.n_key_tiles = static_cast<int32_t>(key_tiles);
+    args.n_streams = a.n_streams;
+    args.n_token_tiles = (a.mask_tokens - 1) / a.tile_m + 1;
+    args.n_key_tiles = (a.n_kv - 1) / a.tile_n + 1;
     args.q_head = a.head_dim;
     args.q_token = static_cast<int64_t>(a.n_heads) * a.head_dim;
+    args.q_stream = a.n_tokens * args.q_token;
     args.o_head = a.head_dim_v;
     args.o_token = static_cast<int64_t>(a.n_heads) * a.head_dim_v;
+    args.o_stream = a.n_tokens * args.o_token;
+    args.k_stream = a.k_stream_bytes / 2;
     args.k_row = a.k_row_bytes / 2;
     args.k_head = a.k_head_bytes / 2;
+    args.v_stream = a.v_stream_bytes / 2;
     args.v_row = a.v_row_bytes / 2;
     args.v_head = a.v_head_bytes / 2;
+    args.mask_stream = a.mask_stream_bytes / 2;
     args.mask_token = a.mask_token_bytes / 2;
     args.scale = a.scale / power_above(a.scale);
     // The module multiplies scores with scale after it has added the mask.
     args.mask_factor = 1.0f / args.scale;
-    auto at = [](const void * p, int64_t bytes) { return const_cast<char *>(static_cast<const char *>(p)) + bytes; };
-    cudaError_t err = cudaSuccess;
-    for (int s = 0; err == cudaSuccess && s < a.n_streams; ++s) {
-        const int64_t plane = a.mask_stream_bytes == 0 ? 0 : s * token_tiles, rows = static_cast<int64_t>(s) * a.n_tokens * a.n_heads;
-        args.q = narrow_q(a) + rows * a.head_dim * 2;
-        args.o = narrow_o(a) + rows * a.head_dim_v * 2;
-        args.k = at(a.k, s * a.k_stream_bytes);
-        args.v = at(a.v, s * a.v_stream_bytes);
-        args.mask = at(a.mask, s * a.mask_stream_bytes);
-        args.tiles.partial_count = a.tiles.partial_count + plane;
-        args.tiles.full_count = a.tiles.full_count + plane;
-        args.tiles.partial_index = a.tiles.partial_index + plane * key_tiles;
-        args.tiles.full_index = a.tiles.full_index + plane * key_tiles;
-        err = static_cast<cudaError_t>(m.run(m.library, args, static_cast<cudaStream_t>(how.stream)));
-    }
-    return err;
+    return static_cast<cudaError_t>(m.run(m.library, args, static_cast<cudaStream_t>(how.stream)));
 }
 
 cudaError_t convert_results(const frt_prefill_fa4_args & a, frt_launch how) {

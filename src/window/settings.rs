@@ -77,7 +77,7 @@ pub static SWITCHES: &[Switch] = &[
     },
     Switch {
         name: "GGML_FLASHRT_FA4_MIN_TOKENS",
-        does: "least query tokens of PREFILL_FA4 (default 512)",
+        does: "least query tokens of PREFILL_FA4, whatever the number of heads (default 512, of enough heads)",
     },
     Switch {
         name: "GGML_FLASHRT_SCRATCH_MIB",

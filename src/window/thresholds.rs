@@ -68,9 +68,15 @@ pub static FAMILIES: &[Family] = &[Family {
 /// Least tokens of the windows with experts, for all weight types: the only number at which they were measured (Qwen3-MoE shape).
 pub const MOE_MIN_TOKENS: i64 = 2048;
 
-/// Least query tokens of a stream for attention modules. They do not share the keys of a head among blocks, so few tokens leave most of a
-/// GPU idle.
+/// Least query tokens of attention modules, of all streams together.
 pub const FA4_MIN_TOKENS: i64 = 512;
+
+/// Least blocks of attention modules, one for each head and tile of [`FA4_TILE`] tokens. Blocks do not share the keys of a head, so few of
+/// them leave most of a GPU idle.
+pub const FA4_MIN_BLOCKS: i64 = 64;
+
+/// Tokens of a tile, in most modules.
+const FA4_TILE: i64 = 128;
 
 /// The table with what the settings make of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -97,17 +103,31 @@ impl Thresholds {
         })
     }
 
+    /// Are there enough query tokens, of so many streams, to keep a GPU busy?
+    fn check_queries(self, of_stream: i64, heads: i64, streams: i64) -> Result<(), Decline> {
+        let n_tokens = of_stream.saturating_mul(streams);
+        let least = self.fa4_min_tokens.unwrap_or(FA4_MIN_TOKENS);
+        let tiles = (of_stream + FA4_TILE - 1) / FA4_TILE * streams;
+        let detail = match () {
+            () if n_tokens < least => format!("{n_tokens} tokens, at least {least}"),
+            () if self.fa4_min_tokens.is_some() => return Ok(()),
+            () if tiles * heads < FA4_MIN_BLOCKS => format!("{} blocks, at least {FA4_MIN_BLOCKS}", tiles * heads),
+            () if 2 * n_tokens < tiles * FA4_TILE => format!("{of_stream} tokens of a stream, in tiles of {FA4_TILE}"),
+            () => return Ok(()),
+        };
+        Err(Decline::new("few tokens", detail))
+    }
+
     /// Is the product large enough?
     pub(super) fn check(self, cc: i32, m: &Match, threshold: Threshold) -> Result<(), Decline> {
         let no_kernel = |what: &str| Err(Decline::new("kernel", format!("no {what} for sm_{cc}")));
         let (weight, n_tokens) = match threshold {
             Threshold::Queries { q } => {
-                let (n_tokens, least) = (m.tensor(q).ne()[1], self.fa4_min_tokens.unwrap_or(FA4_MIN_TOKENS));
-                return match n_tokens {
-                    _ if FAMILIES.iter().all(|f| f.cc != cc) => no_kernel("attention modules"),
-                    n if n < least => Err(Decline::new("few tokens", format!("{n} tokens, at least {least}"))),
-                    _ => Ok(()),
-                };
+                if FAMILIES.iter().all(|f| f.cc != cc) {
+                    return no_kernel("attention modules");
+                }
+                let [_, of_stream, heads, streams] = m.tensor(q).ne();
+                return self.check_queries(of_stream, heads, streams);
             }
             Threshold::Rows { weight, input } => (m.tensor(weight), m.tensor(input).n_rows()),
             Threshold::Routed { weight, ids } => (m.tensor(weight), m.tensor(ids).ne()[1]),
@@ -152,6 +172,34 @@ mod tests {
             Thresholds::default().least_routed_tokens(90, DType::Q4_K),
             Some(MOE_MIN_TOKENS)
         );
+    }
+
+    #[test]
+    fn few_queries_decline() {
+        let verdict = |t: Thresholds, of_stream, heads, streams| t.check_queries(of_stream, heads, streams).is_ok();
+        let measured = Thresholds::default();
+        for (of_stream, heads, streams, fires) in [
+            (512, 32, 1, true),
+            (511, 32, 1, false),
+            (128, 32, 4, true),
+            (64, 32, 8, true),
+            // Tiles less than half full.
+            (32, 32, 16, false),
+            // 4 heads: 16 tiles make 64 blocks.
+            (2048, 4, 1, true),
+            (1024, 4, 1, false),
+        ] {
+            assert_eq!(
+                verdict(measured, of_stream, heads, streams),
+                fires,
+                "{of_stream} {heads} {streams}"
+            );
+        }
+        let given = Thresholds {
+            fa4_min_tokens: Some(8),
+            ..measured
+        };
+        assert!(verdict(given, 2, 1, 4) && !verdict(given, 7, 100, 1));
     }
 
     #[test]

@@ -116,12 +116,8 @@ fn list(names: &[&str]) -> String {
 
 /// A module's line in the table, in one spelling. Why it exists does not change what it is.
 fn entry(table: &Value, name: &str) -> String {
-    let modules = table["modules"].as_array().into_iter().flatten();
-    let mut found = modules
-        .filter(|m| m["name"] == name)
-        .cloned()
-        .next()
-        .unwrap_or_default();
+    let mut modules = table["modules"].as_array().into_iter().flatten();
+    let mut found = modules.find(|m| m["name"] == name).cloned().unwrap_or_default();
     if let Some(fields) = found.as_object_mut() {
         fields.remove("why");
     }
