@@ -30,6 +30,19 @@ function(flashrt_architectures result)
     set(${result} "${usable}" PARENT_SCOPE)
 endfunction()
 
+# Refuses an nvcc that cannot compile the kernels now, not in the middle of a build: what build/toolkit.rs demands.
+function(flashrt_check_nvcc)
+    set(minimum 12.8)
+    if (CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)110")
+        set(minimum 13.0)
+    endif()
+    if (CMAKE_CUDA_COMPILER_VERSION AND CMAKE_CUDA_COMPILER_VERSION VERSION_LESS minimum)
+        message(FATAL_ERROR "ggml-flashrt: ${CMAKE_CUDA_COMPILER} is CUDA ${CMAKE_CUDA_COMPILER_VERSION}, but the kernels need "
+                            "${minimum} or newer for CMAKE_CUDA_ARCHITECTURES=\"${CMAKE_CUDA_ARCHITECTURES}\"; name a newer one "
+                            "with -DCMAKE_CUDA_COMPILER=<path>, or give a prebuilt archive with -DGGML_CUDA_FLASHRT_LIB=<path>")
+    endif()
+endfunction()
+
 # Adds the target flashrt_cargo and sets `archive` to what it builds. Cargo itself knows what is out of date, so it runs in every
 # build.
 function(flashrt_cargo_build archive)
@@ -39,6 +52,7 @@ function(flashrt_cargo_build archive)
                             "-DFLASHRT_CARGO=<path>, or give a prebuilt archive with -DGGML_CUDA_FLASHRT_LIB=<path>")
     endif()
     flashrt_architectures(archs)
+    flashrt_check_nvcc()
     message(STATUS "ggml-flashrt: ${FLASHRT_CARGO} builds the kernels for ${archs}")
     string(REPLACE ";" "$<SEMICOLON>" archs "${archs}")
 

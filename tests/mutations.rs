@@ -157,31 +157,39 @@ fn params(base: &GraphRecord, out: &mut Vec<Mutant>) {
 
 fn operands(base: &GraphRecord, out: &mut Vec<Mutant>) {
     for slot in 0..3 {
-        // Another tensor of the same shape and type that is there by then.
-        each(base, out, &format!("operand {slot} exchanged"), |r, id| {
-            let Some(Some(src)) = r.tensors[id].src.get(slot).copied() else {
-                return false;
+        // Another tensor of the same shape and type that is there by then: the first of all, or one of the last results, which may
+        // be one of the window's own.
+        for back in 0..4 {
+            let what = match back {
+                0 => format!("operand {slot} exchanged"),
+                _ => format!("operand {slot} exchanged for result {back} before"),
             };
-            let position = |x: usize| r.nodes.iter().position(|&n| n == x);
-            let me = position(id).unwrap();
-            let alike = |x: &usize| {
-                let (a, b) = (&r.tensors[*x], &r.tensors[src]);
-                *x != src && *x != id && a.ne == b.ne && a.dtype == b.dtype && a.nb == b.nb
-            };
-            let Some(other) = (0..r.tensors.len())
-                .filter(|&x| position(x).is_none_or(|p| p < me))
-                .find(alike)
-            else {
-                return false;
-            };
-            if Op::from_code(r.tensors[id].code).is_view() || r.tensors[id].view_src.is_some() {
-                return false;
-            }
-            r.tensors[src].uses -= 1;
-            r.tensors[other].uses += 1;
-            r.tensors[id].src[slot] = Some(other);
-            true
-        });
+            each(base, out, &what, |r, id| {
+                let Some(Some(src)) = r.tensors[id].src.get(slot).copied() else {
+                    return false;
+                };
+                let position = |x: usize| r.nodes.iter().position(|&n| n == x);
+                let me = position(id).unwrap();
+                let alike = |x: &usize| {
+                    let (a, b) = (&r.tensors[*x], &r.tensors[src]);
+                    *x != src && *x != id && a.ne == b.ne && a.dtype == b.dtype && a.nb == b.nb
+                };
+                let other = match back {
+                    0 => (0..r.tensors.len())
+                        .filter(|&x| position(x).is_none_or(|p| p < me))
+                        .find(alike),
+                    _ => r.nodes[..me].iter().copied().rev().filter(alike).nth(back - 1),
+                };
+                let Some(other) = other else { return false };
+                if Op::from_code(r.tensors[id].code).is_view() || r.tensors[id].view_src.is_some() {
+                    return false;
+                }
+                r.tensors[src].uses -= 1;
+                r.tensors[other].uses += 1;
+                r.tensors[id].src[slot] = Some(other);
+                true
+            });
+        }
         each(base, out, &format!("operand {slot} absent"), |r, id| {
             let Some(Some(src)) = r.tensors[id].src.get(slot).copied() else {
                 return false;

@@ -9,6 +9,7 @@ use std::ops::Range;
 /// Checks a match against everything that does not depend on the window's own arithmetic.
 pub fn check(window: &Window, m: &Match, graph: GraphRef, ops: &[Op], host: HostView) -> Result<(), Decline> {
     steps(m)?;
+    own_results(m, graph)?;
     interior_uses(m, graph, ops)?;
     buffers(m, host)?;
     aliases(window, m)?;
@@ -37,6 +38,18 @@ fn steps(m: &Match) -> Result<(), Decline> {
         // A narrower intermediate result would be rounded where the kernel keeps f32.
         if !written && !node.is(DType::F32) {
             return Err(Decline::new("type", format!("{role} {node:?} is not f32")));
+        }
+    }
+    Ok(())
+}
+
+/// What comes from outside of the run is read from memory, where the run's own results are not, or not yet.
+fn own_results(m: &Match, graph: GraphRef) -> Result<(), Decline> {
+    for (role, t) in m.externals() {
+        // Most are leaves.
+        let made = graph.op(t) != Op::None || t.view_src().is_some();
+        if made && m.nodes().any(|(_, node)| node == t || Some(node) == t.view_src()) {
+            return Err(Decline::new("an operand is the run's own", format!("{role} {t:?}")));
         }
     }
     Ok(())

@@ -927,6 +927,17 @@ pub fn run_fused_from(thresholds: Thresholds, record: &GraphRecord, memory: &Mem
 
 /// The host's loop around an engine.
 pub fn run_with(engine: &Engine, device: &FakeDevice, owned: &OwnedGraph, record: &GraphRecord) -> FusedRun {
+    run_asking(engine, device, owned, record, |_| true)
+}
+
+/// The host's loop, which asks about some nodes only: the others it takes together with the node before them.
+pub fn run_asking(
+    engine: &Engine,
+    device: &FakeDevice,
+    owned: &OwnedGraph,
+    record: &GraphRecord,
+    asks: impl Fn(usize) -> bool,
+) -> FusedRun {
     let (host, graph) = (owned.host(), owned.graph());
     engine.eval_begin(&host, graph);
     let mut taken = Vec::new();
@@ -937,7 +948,8 @@ pub fn run_with(engine: &Engine, device: &FakeDevice, owned: &OwnedGraph, record
             i += 1;
             continue;
         }
-        match engine.fuse(&host, graph, i) {
+        let taken_now = if asks(i) { engine.fuse(&host, graph, i) } else { 0 };
+        match taken_now {
             0 => {
                 run_node(&mut device.memory.lock().unwrap(), record, record.nodes[i]);
                 i += 1;

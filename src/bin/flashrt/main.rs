@@ -68,8 +68,20 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("flashrt: {error:#}");
+            eprintln!("flashrt: {}", in_one_line(&error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// The error and its causes, each once: the library's errors state their cause themselves.
+fn in_one_line(error: &anyhow::Error) -> String {
+    error
+        .chain()
+        .map(ToString::to_string)
+        .fold(String::new(), |text, cause| match text {
+            text if text.is_empty() => cause,
+            text if text.ends_with(&cause) => text,
+            text => format!("{text}: {cause}"),
+        })
 }
