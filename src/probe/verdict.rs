@@ -143,3 +143,66 @@ pub(super) fn warnings(probe: &Probe) -> Vec<Finding> {
     }
     found
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Device, Options, Root};
+    use super::*;
+
+    /// A machine on which nothing is amiss, but for what the test changes.
+    fn probe(devices: Reading<Vec<Device>>) -> Probe {
+        let nothing = tempfile::tempdir().unwrap();
+        let mut probe = Probe::take(&Root::copy_at(nothing.path()), Options::default());
+        probe.live = true;
+        probe.cuda.devices = devices;
+        probe.memory.usable_bytes = Reading::new("a test", Ok(1 << 30));
+        probe
+    }
+
+    fn device(cc: i32, kernels: Result<bool, String>) -> Device {
+        Device {
+            ordinal: 0,
+            name: "a GPU".to_owned(),
+            cc,
+            integrated: false,
+            sm_count: 1,
+            memory_bytes: 1 << 30,
+            free_bytes: Reading::new("a test", Ok(1 << 30)),
+            clock_khz: Reading::new("a test", Ok(1)),
+            kernels: Reading::new("a test", kernels),
+        }
+    }
+
+    fn ids(devices: Result<Vec<Device>, String>) -> Vec<&'static str> {
+        let probe = probe(Reading::new("a test", devices));
+        blockers(&probe, false).iter().map(|f| f.id).collect()
+    }
+
+    #[test]
+    fn a_device_is_ready_when_its_kernels_ran_and_not_before() {
+        let (good, dead) = (
+            device(87, Ok(true)),
+            device(87, Err("mat-vec: invalid device function".into())),
+        );
+        assert_eq!(ids(Ok(vec![good.clone()])), [""; 0]);
+        assert_eq!(ids(Ok(vec![dead.clone()])), ["kernels"]);
+        assert_eq!(
+            ids(Ok(vec![good.clone(), dead])),
+            ["kernels"],
+            "one bad device is enough"
+        );
+        assert_eq!(ids(Ok(vec![good, device(75, Ok(true))])), ["capability"]);
+        assert_eq!(ids(Ok(Vec::new())), ["cuda"]);
+        assert_eq!(ids(Err("no driver".into())), ["cuda"]);
+    }
+
+    #[test]
+    fn unknown_memory_blocks() {
+        let mut probe = probe(Reading::new("a test", Ok(vec![device(87, Ok(true))])));
+        assert!(blockers(&probe, false).is_empty());
+        probe.memory.usable_bytes = Reading::unknown("nobody knows");
+        assert_eq!(blockers(&probe, false)[0].id, "memory");
+        // A model was named, and nothing is known about it.
+        assert_eq!(blockers(&probe, true)[1].id, "model");
+    }
+}
