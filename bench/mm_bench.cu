@@ -5,8 +5,8 @@
 //   ./mm_bench [--json] [type k n_rows n_tokens glu]...
 //
 // One line per shape and cut, tile width x blocks that share a tile (0 x 0: what frt_mm chooses): microseconds (median of 30, CUDA events
-// around 4 calls that alternate between 4 copies of the weights) and TFLOP/s. Weights and activations are random; results are compared between
-// cuts, which differ in nothing but the order of their sums.
+// around 4 calls that alternate between 4 copies of the weights) and TFLOP/s. Weights and activations are random; results are compared
+// between cuts of as many blocks.
 // With --json one object per shape: TFLOP/s of each of the 30 samples, activation convert included, at the chosen cut.
 #include "../csrc/mm/mm.cuh"
 #include <algorithm>

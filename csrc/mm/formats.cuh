@@ -100,8 +100,8 @@ FRT_HD uint32_t shift_right(uint32_t low, uint32_t high, uint32_t bits) {  // be
 #endif
 }
 
-// N words at byte `at` + MORE of 16-byte aligned `p`; ALIGN divides both. Read in pieces as large as they surely lie, and moved into place from there:
-// that takes fewer instructions than to choose among the words of larger pieces.
+// N words at byte `at` + MORE of 16-byte aligned `p`; ALIGN divides both. Read in pieces as large as they surely lie, and moved into place
+// from there: that takes fewer instructions than to choose among the words of larger pieces.
 template <int N, int ALIGN, int MORE = 0> FRT_HD void fetch(const uint8_t * p, uint32_t at, uint32_t (&out)[N]) {
     if constexpr (MORE % 4 != 0) {
         return fetch<N, ALIGN>(p, at + MORE, out);
@@ -132,8 +132,8 @@ template <int N, int ALIGN, int MORE = 0> FRT_HD void fetch(const uint8_t * p, u
     }
 }
 
-// Four words that begin in word SKIP, at an even byte, of the 16 bytes that `at` lies in. Every thread of a warp has its own 16 bytes, so these
-// are read whole: smaller pieces would meet in the same banks.
+// Four words that begin in word SKIP, at an even byte, of the 16 bytes that `at` lies in. Every thread of a warp has its own 16 bytes, so
+// these are read whole: smaller pieces would meet in the same banks.
 template <int SKIP> struct Skip {};
 template <int SKIP> FRT_HD void fetch(const uint8_t * p, uint32_t at, uint32_t (&out)[4], Skip<SKIP>) {
     const uint4 * chunk = reinterpret_cast<const uint4 *>(p + (at & ~15u));
@@ -303,7 +303,8 @@ FRT_HD uint32_t e4m3_two(uint32_t bytes) {
 // E2M1 numbers over 64, of the low or the high nibbles of a word. As the upper bits of E4M3's exponent and mantissa they mean just that, 0
 // and a half included.
 FRT_HD void fp4_four(uint32_t nibbles, int high, uint32_t * out) {
-    const uint32_t bytes = high ? (nibbles & 0x80808080) | (nibbles >> 2 & 0x1c1c1c1c) : (nibbles << 4 & 0x80808080) | (nibbles << 2 & 0x1c1c1c1c);
+    const uint32_t sign = (high ? nibbles : nibbles << 4) & 0x80808080, rest = (high ? nibbles >> 2 : nibbles << 2) & 0x1c1c1c1c;
+    const uint32_t bytes = sign | rest;
     out[0] = e4m3_two(bytes & 0xffff);
     out[1] = e4m3_two(bytes >> 16);
 }
@@ -339,8 +340,8 @@ struct MXFP4 : Blocks<32, 17> {
     };
 };
 
-// Groups of 16 with a scale each, an unsigned E4M3 number that ggml reads 0x7f of as 0; the second eight weights of a group are in the high
-// nibbles.
+// Groups of 16 with a scale each, an unsigned E4M3 number of which ggml reads 0x7f as 0; the second eight weights of a group are in the
+// high nibbles.
 struct NVFP4 : Blocks<64, 36> {
     struct Row {
         uint32_t w[2][2], scale[2];
@@ -351,10 +352,11 @@ struct NVFP4 : Blocks<64, 36> {
             FRT_UNROLL
             for (int h = 0; h < 2; ++h) {
                 fetch<2, 4>(row, at[0] + h * kBytes + 4 + q * 8, w[h]);
-                s[h] = row[at[0] + h * kBytes + q] & 0x7f;
-                s[h] = s[h] == 0x7f ? 0 : s[h];
+                s[h] = row[at[0] + h * kBytes + q];
+                s[h] = s[h] == 0x7f ? 0 : s[h] & 0x7f;
             }
-            const uint32_t two = mul2(e4m3_two(s[0] | s[1] << 8), twice(0x5400));  // times 64
+            // Times 64. The bits are those of an f16 number with another bias, without a NaN.
+            const uint32_t two = mul2(s[0] << 7 | s[1] << 23, twice(0x7400));
             scale[0] = pick_bytes(two, 0, 0x1010), scale[1] = pick_bytes(two, 0, 0x3232);
         }
         template <int H> FRT_HD void part(uint32_t (&out)[8]) const {

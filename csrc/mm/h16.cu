@@ -23,8 +23,8 @@ template <int EIGHTS> __global__ void __launch_bounds__(kThreads) to_h16_kernel(
 extern "C" int frt_to_h16(const frt_h16_args * args, frt_launch how) {
     using namespace frt;
     const frt_h16_args & a = *args;
-    if (a.n_tokens < 1 || a.k < 1 || a.k % kH16Columns != 0 || a.x == nullptr || a.y.x == nullptr || a.y.scale == nullptr || !aligned(a.x, 16) ||
-        !aligned(a.y.x, kH16Align) || a.x_stride % 4 != 0) {
+    if (a.n_tokens < 1 || a.k < 1 || a.k % kH16Columns != 0 || a.x == nullptr || a.y.x == nullptr || a.y.scale == nullptr ||
+        !aligned(a.x, 16) || !aligned(a.y.x, kH16Align) || a.x_stride % 4 != 0) {
         return cudaErrorInvalidValue;
     }
     return h16_eights<kThreads>(a.k, [&](auto eights) {

@@ -46,8 +46,8 @@ bool usable(const frt_h16 & x) { return x.x != nullptr && x.scale != nullptr && 
 bool usable(const void * w, int64_t row_bytes, const Entry & e) { return w != nullptr && aligned(w, 16) && row_bytes % e.row_align == 0; }
 
 // Time of a product so cut, in units that only compare: waves of tiles, each as long as its steps, and a step as it is wide plus what it
-// takes to dequantise the weights for however many tokens. Measured on an H200: a step of 256, 128 columns takes Q8_0 1090, 890 cycles, NVFP4
-// 1070, 790. Infinite where it cannot be cut so.
+// takes to dequantise the weights for however many tokens. Measured on an H200: a step of 256, 128 columns takes Q8_0 1090, 890 cycles,
+// NVFP4 1070, 790. Infinite where it cannot be cut so.
 int64_t cost(const frt_mm_args & a, Cut cut, int sm_count) {
     const int     rows = a.glu == FRT_GLU_NONE ? kTileRows<false> : kTileRows<true>;
     const int64_t tiles = static_cast<int64_t>(ceil_div(a.n_tokens, cut.tokens)) * ceil_div(a.n_rows, rows);

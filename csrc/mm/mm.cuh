@@ -235,7 +235,8 @@ template <typename K> struct Fetcher {
 
     // The lines of one span. SOME: of rows that the matrix has, as far as the span goes.
     template <bool SOME>
-    __device__ __forceinline__ void copy(const Tile & tile, const uint8_t * const (&start)[kMine], int offset, int line, int end, uint32_t to) const {
+    __device__ __forceinline__ void copy(const Tile & tile, const uint8_t * const (&start)[kMine], int offset, int line, int end,
+                                         uint32_t to) const {
         const int64_t step = p.row_bytes * (K::kGlu ? kRun / 2 : kRun);
         const uint8_t * piece[kMine];
 #pragma unroll
@@ -322,7 +323,8 @@ template <typename K> struct Fetcher {
             const Tile      tile = tiles.at(i);
             const uint32_t  bytes = tile.places * kStepBytes;
             const int       steps = tile.steps(p);
-            const uint8_t * x = static_cast<const uint8_t *>(p.x.x) + (static_cast<int64_t>(2 * tile.span0) * p.places + tile.place0) * kStepBytes;
+            const int64_t   row = static_cast<int64_t>(2 * tile.span0) * p.places + tile.place0;
+            const uint8_t * x = static_cast<const uint8_t *>(p.x.x) + row * kStepBytes;
             for (int s = 0; s < steps; ++s) {
                 hopper::barrier_wait(m.free + ring.stage, ring.phase ^ 1);
                 hopper::barrier_arrive_expecting(m.full + ring.stage, bytes);
@@ -350,14 +352,18 @@ struct Gate {
     }
 };
 
-// Writes a tile out, or columns of one half. d as Wgmma leaves it.
-struct Half {
-    int only;  // -1: both
+// Which columns of a tile are written: those of one half, or all.
+struct Columns {
+    int only;  // half 0 or 1, -1: both
 
     __device__ __forceinline__ bool has(int half) const { return only < 0 || only == half; }
 };
 
-template <typename K> __device__ __forceinline__ void write_sums(const Params & p, const Memory<K> & m, const float (&d)[K::kTokens / 2], int row0, Half half) {
+// Writes a tile out. d as Wgmma leaves it.
+
+template <typename K>
+__device__ __forceinline__ void write_sums(const Params & p, const Memory<K> & m, const float (&d)[K::kTokens / 2], int row0,
+                                           Columns columns) {
     constexpr int kBatch = 8;  // columns whose residuals are read before any of their sums is written: res may be dst
     const int     lane = threadIdx.x % 32, column0 = 2 * (lane % 4);
 #pragma unroll
@@ -369,7 +375,7 @@ template <typename K> __device__ __forceinline__ void write_sums(const Params & 
         const float bias = p.bias != nullptr ? p.bias[row] : 0.0f;
 #pragma unroll
         for (int j0 = 0; j0 < K::kTokens / 8; j0 += kBatch / 2) {
-            if (!half.has(j0 >= K::kTokens / 16)) {
+            if (!columns.has(j0 >= K::kTokens / 16)) {
                 continue;
             }
             float add[kBatch];
@@ -394,13 +400,14 @@ template <typename K> __device__ __forceinline__ void write_sums(const Params & 
 }
 
 template <bool LOGISTIC, typename K>
-__device__ __forceinline__ void write_gated(const Params & p, const Memory<K> & m, const float (&d)[K::kTokens / 2], int row0, Half half) {
+__device__ __forceinline__ void write_gated(const Params & p, const Memory<K> & m, const float (&d)[K::kTokens / 2], int row0,
+                                            Columns columns) {
     const Gate gate(p.glu);
     const int  lane = threadIdx.x % 32, row = row0 + threadIdx.x / 32 * 8 + lane / 4;
     if (row < p.n_rows) {
 #pragma unroll
         for (int j = 0; j < K::kTokens / 8; ++j) {
-            if (!half.has(j >= K::kTokens / 16)) {
+            if (!columns.has(j >= K::kTokens / 16)) {
                 continue;
             }
 #pragma unroll
@@ -500,8 +507,8 @@ template <typename K> struct Multiplier {
         }
     }
 
-    // Two blocks have summed over a half of k each: every one gives the other its sums of half of the columns, and adds what it gets. A sum of
-    // two does not depend on their order. They go through the memory of the activations, which nobody needs any more.
+    // Two blocks have summed over a half of k each: every one gives the other its sums of half of the columns, and adds what it gets. A sum
+    // of two does not depend on their order. They go through the memory of the activations, which nobody needs any more.
     __device__ __forceinline__ void exchange(float (&d)[K::kTokens / 2], int rank) const {
         constexpr int  kQuarter = K::kTokens / 4;  // of a thread's sums, those of a half of the columns
         const uint32_t here = hopper::smem_address(m.stages) + threadIdx.x * 16, there = hopper::address_in(here, rank ^ 1);
@@ -571,17 +578,17 @@ template <typename K> struct Multiplier {
         hopper::sync_some(1, kGroups * 128);
         hopper::wgmma_wait<0>();
         release(before);
-        Half half = {-1};
+        Columns columns = {-1};
         if (!K::kRouted && p.blocks > 1) {
             exchange(d, rank);
-            half.only = rank;
+            columns.only = rank;
         }
         if constexpr (!K::kGlu) {
-            write_sums(p, m, d, tile.row0, half);
+            write_sums(p, m, d, tile.row0, columns);
         } else if (Gate(p.glu).logistic) {
-            write_gated<true>(p, m, d, tile.row0, half);
+            write_gated<true>(p, m, d, tile.row0, columns);
         } else {
-            write_gated<false>(p, m, d, tile.row0, half);
+            write_gated<false>(p, m, d, tile.row0, columns);
         }
     }
 

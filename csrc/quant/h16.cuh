@@ -62,8 +62,8 @@ __device__ __forceinline__ void h16_store(const frt_h16 & y, int64_t t, int n_to
         make_uint4(scale.pair(v[0], v[1]), scale.pair(v[2], v[3]), scale.pair(v[4], v[5]), scale.pair(v[6], v[7]));
 }
 
-// A row of k values on 16 bytes becomes row t of y, which has n_rows. All THREADS of the block call, and a shorter row needs fewer; scratch is
-// block_max's. EIGHTS: pieces of 8 values that a thread keeps in registers; 0: the row is longer, and is read twice.
+// A row of k values on 16 bytes becomes row t of y, which has n_rows. All THREADS of the block call, and a shorter row needs fewer; scratch
+// is block_max's. EIGHTS: pieces of 8 values that a thread keeps in registers; 0: the row is longer, and is read twice.
 template <int THREADS, int EIGHTS>
 __device__ __forceinline__ void h16_row(const float * x, int k, const frt_h16 & y, int64_t t, int n_rows, unsigned * scratch) {
     constexpr int kKept = EIGHTS > 0 ? EIGHTS : 1;
