@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! With feature `cuda`: compiles csrc/ with nvcc into one static library. Without it there is nothing to do.
+//! With feature `cuda`: compiles csrc/ with nvcc into one static library. Without it there is nothing to do. With feature `fa4` the
+//! attention modules that `cargo xtask fa4` made go into the library too, and the runtime they were made for is linked.
 
 #[path = "build/archs.rs"]
 mod archs;
@@ -53,11 +54,19 @@ fn build_kernels() -> Result<(), String> {
         .chain([&toolkit.nvcc])
         .filter_map(|path| modified(path))
         .max();
-    let compiler = Compiler::new(toolkit.nvcc.clone(), &codes, csrc, shared_changed);
-    let objects = compiler.compile_all(&sources, &out)?;
+    let modules = env::var_os("CARGO_FEATURE_FA4")
+        .map(|_| Modules::find(&root))
+        .transpose()?;
+    let compiler = Compiler::new(toolkit.nvcc.clone(), &codes, csrc, shared_changed, modules.as_ref());
+    let mut objects = compiler.compile_all(&sources, &out)?;
+    objects.extend(modules.iter().flat_map(|modules| modules.objects.clone()));
     archive(&objects, &out.join("libflashrt_kernels.a"))?;
     println!("cargo:rustc-link-search=native={}", out.display());
     println!("cargo:rustc-link-lib=static=flashrt_kernels");
+    if let Some(modules) = &modules {
+        println!("cargo:rustc-link-search=native={}", modules.dir.display());
+        println!("cargo:rustc-link-lib=static={RUNTIME}");
+    }
 
     // Only for what is linked here (tests, benches, the binary): the static library leaves cudart to its host.
     if let Some(dir) = toolkit.lib_dir() {
@@ -92,17 +101,64 @@ fn modified(path: &Path) -> Option<SystemTime> {
     path.metadata().and_then(|meta| meta.modified()).ok()
 }
 
+/// What the attention modules call, of the package that made them.
+const RUNTIME: &str = "cuda_dialect_runtime_static";
+
+/// What `cargo xtask fa4` made.
+struct Modules {
+    dir: PathBuf,
+    /// Lists the modules, and includes their headers.
+    header: PathBuf,
+    objects: Vec<PathBuf>,
+}
+
+impl Modules {
+    /// The source that calls them.
+    const CALLER: &'static str = "attention/prefill_fa4.cu";
+
+    /// In `FLASHRT_FA4_DIR`, else where `cargo xtask fa4` leaves them.
+    fn find(root: &Path) -> Result<Modules, String> {
+        let named = tracked_var("FLASHRT_FA4_DIR");
+        let home = tracked_var("FLASHRT_HOME").map_or_else(|| root.join(".flashrt"), PathBuf::from);
+        let dir = named.map_or_else(|| home.join("fa4/sm_90a"), PathBuf::from);
+        let header = dir.join("fa4_modules.h");
+        println!("cargo:rerun-if-changed={}", header.display());
+        if !header.is_file() || !dir.join(format!("lib{RUNTIME}.a")).is_file() {
+            return Err(format!(
+                "feature `fa4` needs attention modules, and {} holds none: run `cargo xtask fa4`, name their directory with \
+                 FLASHRT_FA4_DIR, or build without the feature",
+                dir.display()
+            ));
+        }
+        let mut files = Vec::new();
+        files_below(&dir, &mut files)?;
+        files.retain(|path| path.extension().is_some_and(|extension| extension == "o"));
+        Ok(Modules {
+            dir,
+            header,
+            objects: files,
+        })
+    }
+}
+
 /// nvcc with the arguments that all sources share.
-struct Compiler {
+struct Compiler<'m> {
     program: PathBuf,
     args: Vec<String>,
+    modules: Option<&'m Modules>,
     csrc: PathBuf,
     /// When any header, or nvcc itself, changed last.
     shared_changed: Option<SystemTime>,
 }
 
-impl Compiler {
-    fn new(nvcc: PathBuf, codes: &[Code], csrc: PathBuf, shared_changed: Option<SystemTime>) -> Compiler {
+impl<'m> Compiler<'m> {
+    fn new(
+        nvcc: PathBuf,
+        codes: &[Code],
+        csrc: PathBuf,
+        shared_changed: Option<SystemTime>,
+        modules: Option<&'m Modules>,
+    ) -> Compiler<'m> {
         let ccache = Command::new("ccache").arg("--version").output().is_ok();
         let mut args: Vec<String> = if ccache {
             vec![nvcc.display().to_string()]
@@ -128,6 +184,7 @@ impl Compiler {
         Compiler {
             program: if ccache { "ccache".into() } else { nvcc },
             args,
+            modules,
             csrc,
             shared_changed,
         }
@@ -164,8 +221,13 @@ impl Compiler {
     /// is the command that made it.
     fn compile(&self, source: &Path, object: &Path) -> Result<(), String> {
         let stamp = object.with_extension("cmd");
-        let command_line = format!("{} {}", self.program.display(), self.args.join(" "));
-        let changed = modified(source).max(self.shared_changed);
+        let mut args = self.args.clone();
+        let mut changed = modified(source).max(self.shared_changed);
+        if let Some(modules) = self.modules.filter(|_| source.ends_with(Modules::CALLER)) {
+            args.extend(["-DFRT_FA4".to_string(), format!("-I{}", modules.dir.display())]);
+            changed = changed.max(modified(&modules.header));
+        }
+        let command_line = format!("{} {}", self.program.display(), args.join(" "));
         if changed < modified(&stamp) && fs::read_to_string(&stamp).is_ok_and(|made_by| made_by == command_line) {
             return Ok(());
         }
@@ -173,7 +235,7 @@ impl Compiler {
 
         let mut command = Command::new(&self.program);
         command
-            .args(&self.args)
+            .args(&args)
             .arg("-I")
             .arg(&self.csrc)
             .arg(source)

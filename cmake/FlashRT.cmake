@@ -5,8 +5,10 @@
 #   GGML_CUDA_FLASHRT_LIB     a prebuilt libggml_flashrt.a; without it cargo builds one inside the build tree
 #   CMAKE_CUDA_ARCHITECTURES  what cargo compiles the kernels for; below sm_80 there are none and the host runs its own
 #   CMAKE_CUDA_COMPILER       the nvcc that cargo uses
+#   GGML_CUDA_FLASHRT_FA4     ON: with the attention modules that `cargo xtask fa4` compiled on this machine
 include_guard(GLOBAL)
 
+option(GGML_CUDA_FLASHRT_FA4 "ggml: ggml-flashrt with attention modules of cargo xtask fa4" OFF)
 get_filename_component(FLASHRT_ROOT "${CMAKE_CURRENT_LIST_DIR}/.." ABSOLUTE)
 
 # Sets `result` to the entries of CMAKE_CUDA_ARCHITECTURES that the kernels can be compiled for.
@@ -28,6 +30,19 @@ function(flashrt_architectures result)
     set(${result} "${usable}" PARENT_SCOPE)
 endfunction()
 
+# Refuses an nvcc that cannot compile the kernels now, not in the middle of a build: what build/toolkit.rs demands.
+function(flashrt_check_nvcc)
+    set(minimum 12.8)
+    if (CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)110")
+        set(minimum 13.0)
+    endif()
+    if (CMAKE_CUDA_COMPILER_VERSION AND CMAKE_CUDA_COMPILER_VERSION VERSION_LESS minimum)
+        message(FATAL_ERROR "ggml-flashrt: ${CMAKE_CUDA_COMPILER} is CUDA ${CMAKE_CUDA_COMPILER_VERSION}, but the kernels need "
+                            "${minimum} or newer for CMAKE_CUDA_ARCHITECTURES=\"${CMAKE_CUDA_ARCHITECTURES}\"; name a newer one "
+                            "with -DCMAKE_CUDA_COMPILER=<path>, or give a prebuilt archive with -DGGML_CUDA_FLASHRT_LIB=<path>")
+    endif()
+endfunction()
+
 # Adds the target flashrt_cargo and sets `archive` to what it builds. Cargo itself knows what is out of date, so it runs in every
 # build.
 function(flashrt_cargo_build archive)
@@ -37,6 +52,7 @@ function(flashrt_cargo_build archive)
                             "-DFLASHRT_CARGO=<path>, or give a prebuilt archive with -DGGML_CUDA_FLASHRT_LIB=<path>")
     endif()
     flashrt_architectures(archs)
+    flashrt_check_nvcc()
     message(STATUS "ggml-flashrt: ${FLASHRT_CARGO} builds the kernels for ${archs}")
     string(REPLACE ";" "$<SEMICOLON>" archs "${archs}")
 
@@ -44,11 +60,15 @@ function(flashrt_cargo_build archive)
     if (CMAKE_CUDA_HOST_COMPILER)
         list(APPEND env "NVCC_CCBIN=${CMAKE_CUDA_HOST_COMPILER}")
     endif()
+    set(features "cuda")
+    if (GGML_CUDA_FLASHRT_FA4)
+        set(features "cuda,fa4")
+    endif()
     set(target_dir "${CMAKE_BINARY_DIR}/flashrt")
     set(built "${target_dir}/release/libggml_flashrt.a")
     add_custom_target(flashrt_cargo
         COMMAND "${CMAKE_COMMAND}" -E env ${env}
-                "${FLASHRT_CARGO}" build --release --lib --features cuda
+                "${FLASHRT_CARGO}" build --release --lib --features "${features}"
                 --manifest-path "${FLASHRT_ROOT}/Cargo.toml" --target-dir "${target_dir}"
         BYPRODUCTS "${built}"
         COMMENT "Building libggml_flashrt.a"

@@ -142,6 +142,48 @@ typedef struct frt_dec_attn_args {
 } frt_dec_attn_args;
 int frt_dec_attn(const frt_dec_attn_args * args, frt_launch launch);
 
+// ---- attention of many tokens (sm_90a, modules of `cargo xtask fa4`) -------------------------------------------------------
+// What a mask does to each tile of tile_m tokens x tile_n keys. Tiles whose every value is -inf are in no list, those whose every value
+// is 0 in the full list, all others in the partial one. Lists ascend.
+typedef struct frt_tiles {
+    uint8_t * kind;           // [n_planes][token tiles][key tiles]: 0 left out, 1 full, 3 partial
+    int32_t * partial_count;  // [n_planes][token tiles]
+    int32_t * partial_index;  // [n_planes][token tiles][key tiles]: partial_count of them are written
+    int32_t * full_count;
+    int32_t * full_index;
+} frt_tiles;
+
+typedef struct frt_mask_tiles_args {
+    const void * mask;  int64_t token_bytes, plane_bytes;  // f16 [n_planes][n_tokens][n_kv]
+    int32_t      n_planes, n_tokens, n_kv;
+    int32_t      tile_m, tile_n;  // tile_n % 8 == 0
+    frt_tiles    tiles;
+} frt_mask_tiles_args;
+int frt_mask_tiles(const frt_mask_tiles_args * args, frt_launch launch);
+
+// Per stream, token and head: dst = softmax(scale * q . k + mask) . v. A query whose every key is masked with -inf gives 0. Heads of q
+// share those of k and v in groups. k, v and mask are f16, products and sums f32; q, the weights and the result are rounded to f16 on
+// the way. Pointers and strides of q, k and v are multiples of 16 bytes, those of mask of 4, and a mask's row lies on an even number
+// of values, whose last is read too. dst overlaps none of the inputs.
+typedef struct frt_prefill_fa4_args {
+    const float * q;     int64_t q_token_bytes, q_head_bytes, q_stream_bytes;
+    const void *  k;     int64_t k_row_bytes, k_head_bytes, k_stream_bytes;
+    const void *  v;     int64_t v_row_bytes, v_head_bytes, v_stream_bytes;
+    const void *  mask;  int64_t mask_token_bytes, mask_stream_bytes;  // 0: all streams have the same
+    frt_tiles     tiles;     // of the mask, for mask_tokens tokens a plane
+    float *       dst;       // [n_streams][n_tokens][n_heads][head_dim_v]
+    void *        scratch;   // f16 [n_streams][n_tokens][n_heads][head_dim + head_dim_v]
+    int32_t       head_dim, head_dim_v, n_heads, n_heads_kv, n_tokens, n_kv, n_streams;
+    int32_t       mask_tokens;  // at least n_tokens
+    int32_t       tile_m, tile_n;
+    float         scale;     // above 0
+} frt_prefill_fa4_args;
+int frt_prefill_fa4(const frt_prefill_fa4_args * args, frt_launch launch);
+// 1 if this build has a module for these heads, for the current device. Loads it: not while a stream is being captured.
+int frt_prefill_fa4_supports(int32_t head_dim, int32_t head_dim_v);
+// Names of the modules in this build, with spaces between; empty without feature `fa4`.
+const char * frt_prefill_fa4_modules(void);
+
 // ---- mat-mul with many rows (sm_90a) --------------------------------------------------------------------------------
 // dst[t][r] = sum_k w[r][k] * x[t][k] (+ bias[r]) (+ res[t][r]), or with glu != NONE: dst[t][r] = act(w[r] . x[t]) * (w2[r] . x[t]).
 // Weights are dequantised to f16 on the way to the tensor cores (BF16 weights: exactly where f16 can hold them); sums are f32. res may

@@ -14,7 +14,9 @@ pub mod graph;
 #[cfg(feature = "host")]
 pub mod host;
 pub mod kernel;
+pub mod probe;
 pub mod reference;
 #[cfg(feature = "cli")]
 pub mod report;
+pub mod stream;
 pub mod window;

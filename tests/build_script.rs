@@ -10,9 +10,10 @@ mod toolkit;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
-use toolkit::{parse_release, Release, Toolkit};
+use toolkit::{parse_release, Release, Toolkit, MINIMUM};
 
 fn names(list: &str) -> String {
     let codes = archs::parse(list).unwrap_or_else(|why| panic!("{list}: {why}"));
@@ -256,4 +257,53 @@ fn serialized_wgmma_is_reported_with_its_kernel() {
          \x20   0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
     );
     assert_eq!(ptxas::faults(&log), [serialized]);
+}
+
+/// B52, in a build that CMake drives: said when it is configured. What follows the check needs a project, so here it ends there.
+#[test]
+fn cmake_names_an_old_nvcc_with_the_minimum() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let own = std::fs::read_dir(root.join(".flashrt/venv/lib"))
+        .into_iter()
+        .flatten()
+        .flatten();
+    let own = own.map(|python| python.path().join("site-packages/cmake/data/bin/cmake"));
+    let cmake = own
+        .chain([PathBuf::from("cmake")])
+        .find(|c| Command::new(c).arg("--version").output().is_ok());
+    let Some(cmake) = cmake else {
+        println!("skipped: no cmake");
+        return;
+    };
+    let configure = |version: &str, archs: &str| {
+        let output = Command::new(&cmake)
+            .args(["-DCMAKE_CUDA_COMPILER=/old/bin/nvcc", "-DFLASHRT_CARGO=cargo"])
+            .arg(format!("-DCMAKE_CUDA_COMPILER_VERSION={version}"))
+            .arg(format!("-DCMAKE_CUDA_ARCHITECTURES={archs}"))
+            .arg("-P")
+            .arg(root.join("cmake/FlashRT.cmake"))
+            .output()
+            .unwrap();
+        assert!(!output.status.success());
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        text.split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    for (version, archs, minimum) in [
+        ("12.4.131", "90", Some("12.8")),
+        ("11.8.89", "80;90a", Some("12.8")),
+        ("12.9.86", "87;110", Some("13.0")),
+        ("12.8.0", "90", None),
+        ("13.0.88", "87;90;110a", None),
+    ] {
+        let said = configure(version, archs);
+        let refused = format!(
+            "/old/bin/nvcc is CUDA {version}, but the kernels need {}",
+            minimum.unwrap_or_default()
+        );
+        assert_eq!(said.contains(&refused), minimum.is_some(), "{said}");
+    }
+    let minimum = format!("set(minimum {MINIMUM})");
+    assert!(std::fs::read_to_string(root.join("cmake/FlashRT.cmake"))
+        .unwrap()
+        .contains(&minimum));
 }

@@ -43,8 +43,52 @@ fn every_window_is_listed_with_its_switch() {
             .unwrap_or_else(|| panic!("{} is not in\n{table}", w.name));
         assert!(line.contains(w.switch) && line.contains(w.computes), "{line}");
     }
+    let archs = ggml_flashrt::kernel::archs();
+    assert!(
+        !table.starts_with("kernels: \n") && table.starts_with(&format!("kernels: {archs}")),
+        "{table}"
+    );
     let json: Value = serde_json::from_str(&stdout(flashrt().args(["windows", "--json"]))).unwrap();
     assert_eq!(json["windows"].as_array().unwrap().len(), WINDOWS.len());
+}
+
+/// A misspelt switch is what somebody who asks for the table is after.
+#[test]
+fn an_unknown_switch_is_said_beside_the_table() {
+    let output = flashrt()
+        .arg("windows")
+        .env("GGML_FLASHRT_NO_QKV_GMEV", "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success());
+    assert!(
+        said.contains("unknown: GGML_FLASHRT_NO_QKV_GMEV") && said.contains("GGML_FLASHRT_NO_QKV_GEMV"),
+        "{said}"
+    );
+}
+
+/// Errors of the library state their cause, and have it as their source too.
+#[test]
+fn a_cause_is_said_once() {
+    let scratch = Scratch::new();
+    let missing = scratch.path("missing");
+    let mut index = flashrt();
+    let mut bench = flashrt();
+    let (dir, out) = (scratch.path(""), scratch.path("r.json"));
+    bench
+        .arg("bench")
+        .arg("--host")
+        .arg(dir)
+        .arg("--model")
+        .arg(&missing)
+        .arg("--out")
+        .arg(out);
+    for command in [index.args(["evidence", "index"]).arg(&missing), &mut bench] {
+        let said = complaint(command);
+        assert_eq!(said.matches("No such file").count(), 1, "{said}");
+        assert!(said.contains(missing.to_str().unwrap()), "{said}");
+    }
 }
 
 #[test]
@@ -103,6 +147,25 @@ fn broken_dumps_are_named_with_the_line() {
     broken.nodes.push(999);
     std::fs::write(&path, broken.to_json_line()).unwrap();
     assert!(complaint(&mut dump(&path, &[])).contains("graph 0"));
+    // Sums that overflow, and a view of itself: looked through without end.
+    for change in [
+        |g: &mut GraphRecord| g.tensors[0].ne[1] = i64::MAX,
+        |g: &mut GraphRecord| g.tensors[0].ne[0] = -1,
+        |g: &mut GraphRecord| g.tensors[0].nb[3] = usize::MAX,
+        |g: &mut GraphRecord| (g.tensors[0].ne[3], g.tensors[0].nb[3]) = (1 << 30, 1 << 40),
+    ] {
+        let mut broken = graph();
+        change(&mut broken);
+        broken.tensors[0].ne[3] = broken.tensors[0].ne[3].max(2);
+        std::fs::write(&path, broken.to_json_line()).unwrap();
+        assert!(complaint(&mut dump(&path, &[])).contains("impossible shape"));
+    }
+    let mut broken = graph();
+    let y = broken.nodes[0];
+    (broken.tensors[y].op, broken.tensors[y].code) = ("RESHAPE".into(), Op::Reshape as u8);
+    broken.tensors[y].src = vec![Some(y)];
+    std::fs::write(&path, broken.to_json_line()).unwrap();
+    assert!(complaint(&mut dump(&path, &[])).contains("an operand of itself"));
     std::fs::write(&path, graph().to_json_line()).unwrap();
     assert!(complaint(&mut dump(&path, &["--graph", "1"])).contains("there is no graph 1, only 1"));
 }

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::process::Command;
 
 use ggml_flashrt::kernel::{
-    moe_max_rows, DecAttnArgs, GemvArgs, GemvSeg, H16Args, Launch, MmArgs, MoeH16Args, MoeMmArgs, MoeRouteArgs,
-    MoeRows, NormArgs, QkvPart, QkvTailArgs, Rope, H16, MOE_MAX_EXPERTS, Q8,
+    moe_max_rows, DecAttnArgs, GemvArgs, GemvSeg, H16Args, Launch, MaskTilesArgs, MmArgs, MoeH16Args, MoeMmArgs,
+    MoeRouteArgs, MoeRows, NormArgs, PrefillFa4Args, QkvPart, QkvTailArgs, Rope, Tiles, H16, MOE_MAX_EXPERTS, Q8,
 };
 
 /// Adds size and offsets of a mirror under their C expressions. `field = c_name` where the names differ.
@@ -111,6 +111,64 @@ fn mirrors_match_the_header() {
         corr_high
     );
     layout!(mirrors, QkvTailArgs, "frt_qkv_tail_args", part, n_parts, n_tokens, rope);
+    layout!(
+        mirrors,
+        Tiles,
+        "frt_tiles",
+        kind,
+        partial_count,
+        partial_index,
+        full_count,
+        full_index
+    );
+    layout!(
+        mirrors,
+        MaskTilesArgs,
+        "frt_mask_tiles_args",
+        mask,
+        token_bytes,
+        plane_bytes,
+        n_planes,
+        n_tokens,
+        n_kv,
+        tile_m,
+        tile_n,
+        tiles
+    );
+    layout!(
+        mirrors,
+        PrefillFa4Args,
+        "frt_prefill_fa4_args",
+        q,
+        q_token_bytes,
+        q_head_bytes,
+        q_stream_bytes,
+        k,
+        k_row_bytes,
+        k_head_bytes,
+        k_stream_bytes,
+        v,
+        v_row_bytes,
+        v_head_bytes,
+        v_stream_bytes,
+        mask,
+        mask_token_bytes,
+        mask_stream_bytes,
+        tiles,
+        dst,
+        scratch,
+        head_dim,
+        head_dim_v,
+        n_heads,
+        n_heads_kv,
+        n_tokens,
+        n_kv,
+        n_streams,
+        mask_tokens,
+        tile_m,
+        tile_n,
+        scale
+    );
 
     layout!(
         mirrors,

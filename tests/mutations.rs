@@ -157,31 +157,39 @@ fn params(base: &GraphRecord, out: &mut Vec<Mutant>) {
 
 fn operands(base: &GraphRecord, out: &mut Vec<Mutant>) {
     for slot in 0..3 {
-        // Another tensor of the same shape and type that is there by then.
-        each(base, out, &format!("operand {slot} exchanged"), |r, id| {
-            let Some(Some(src)) = r.tensors[id].src.get(slot).copied() else {
-                return false;
+        // Another tensor of the same shape and type that is there by then: the first of all, or one of the last results, which may
+        // be one of the window's own.
+        for back in 0..4 {
+            let what = match back {
+                0 => format!("operand {slot} exchanged"),
+                _ => format!("operand {slot} exchanged for result {back} before"),
             };
-            let position = |x: usize| r.nodes.iter().position(|&n| n == x);
-            let me = position(id).unwrap();
-            let alike = |x: &usize| {
-                let (a, b) = (&r.tensors[*x], &r.tensors[src]);
-                *x != src && *x != id && a.ne == b.ne && a.dtype == b.dtype && a.nb == b.nb
-            };
-            let Some(other) = (0..r.tensors.len())
-                .filter(|&x| position(x).is_none_or(|p| p < me))
-                .find(alike)
-            else {
-                return false;
-            };
-            if Op::from_code(r.tensors[id].code).is_view() || r.tensors[id].view_src.is_some() {
-                return false;
-            }
-            r.tensors[src].uses -= 1;
-            r.tensors[other].uses += 1;
-            r.tensors[id].src[slot] = Some(other);
-            true
-        });
+            each(base, out, &what, |r, id| {
+                let Some(Some(src)) = r.tensors[id].src.get(slot).copied() else {
+                    return false;
+                };
+                let position = |x: usize| r.nodes.iter().position(|&n| n == x);
+                let me = position(id).unwrap();
+                let alike = |x: &usize| {
+                    let (a, b) = (&r.tensors[*x], &r.tensors[src]);
+                    *x != src && *x != id && a.ne == b.ne && a.dtype == b.dtype && a.nb == b.nb
+                };
+                let other = match back {
+                    0 => (0..r.tensors.len())
+                        .filter(|&x| position(x).is_none_or(|p| p < me))
+                        .find(alike),
+                    _ => r.nodes[..me].iter().copied().rev().filter(alike).nth(back - 1),
+                };
+                let Some(other) = other else { return false };
+                if Op::from_code(r.tensors[id].code).is_view() || r.tensors[id].view_src.is_some() {
+                    return false;
+                }
+                r.tensors[src].uses -= 1;
+                r.tensors[other].uses += 1;
+                r.tensors[id].src[slot] = Some(other);
+                true
+            });
+        }
         each(base, out, &format!("operand {slot} absent"), |r, id| {
             let Some(Some(src)) = r.tensors[id].src.get(slot).copied() else {
                 return false;
@@ -476,7 +484,10 @@ type Tamper = fn(&mut KernelCall);
 
 /// Faults that the comparison above does not notice.
 fn unnoticed(base: &GraphRecord, faults: &[(&'static str, Tamper)]) -> Vec<&'static str> {
-    let memory = Memory::for_graph(base, 3);
+    unnoticed_in(Memory::for_graph(base, 3), base, faults)
+}
+
+fn unnoticed_in(memory: Memory, base: &GraphRecord, faults: &[(&'static str, Tamper)]) -> Vec<&'static str> {
     let stock = run_stock(base, &memory);
     let is_unnoticed = |tamper: Tamper| {
         let device = FakeDevice {
@@ -552,6 +563,88 @@ fn faults_in_mat_muls_are_noticed() {
         }),
     ];
     assert_eq!(unnoticed(&base, &faults), [""; 0]);
+}
+
+/// A mask whose first tile shows everything, whose second has to be looked at, and whose third hides everything.
+#[test]
+fn faults_in_attention_of_many_tokens_are_noticed() {
+    let base = model(Shape {
+        n_tokens: MANY_TOKENS,
+        n_kv: 300,
+        ..Shape::tiny(Family::Llama)
+    });
+    let mut memory = Memory::for_graph(&base, 3);
+    let seen = |t: i64, key: i64| if key <= 190 + 3 * t { 0.0 } else { f64::NEG_INFINITY };
+    let mask = base.tensors.iter().find(|t| t.name == "kq_mask").unwrap();
+    memory.set_f16s(
+        mask,
+        (0..MANY_TOKENS).flat_map(|t| (0..300).map(move |key| seen(t, key))),
+    );
+    let faults: [(&str, Tamper); 12] = [
+        ("full tiles lost", |c| {
+            if let KernelCall::PrefillFa4(a) = c {
+                (a.tiles.full_count, a.tiles.full_index) = (a.tiles.partial_count, a.tiles.partial_index);
+            }
+        }),
+        ("partial tiles lost", |c| {
+            if let KernelCall::PrefillFa4(a) = c {
+                (a.tiles.partial_count, a.tiles.partial_index) = (a.tiles.full_count, a.tiles.full_index);
+            }
+        }),
+        ("partial tiles taken for full ones", |c| {
+            if let KernelCall::PrefillFa4(a) = c {
+                std::mem::swap(&mut a.tiles.full_count, &mut a.tiles.partial_count);
+                std::mem::swap(&mut a.tiles.full_index, &mut a.tiles.partial_index);
+            }
+        }),
+        ("tiles of fewer keys", |c| {
+            if let KernelCall::MaskTiles(a) = c {
+                a.n_kv -= 200;
+            }
+        }),
+        ("tiles of another size", |c| {
+            if let KernelCall::MaskTiles(a) = c {
+                a.tile_n = 64;
+            }
+        }),
+        ("tiles of other keys", |c| {
+            if let KernelCall::MaskTiles(a) = c {
+                // The second tile is the first.
+                a.mask = a.mask.wrapping_byte_sub(2 * 128);
+            }
+        }),
+        ("the mask of the first token", |c| {
+            if let KernelCall::PrefillFa4(a) = c {
+                a.mask_token_bytes = 0;
+            }
+        }),
+        ("heads exchanged", |c| {
+            if let KernelCall::PrefillFa4(a) = c {
+                a.q_head_bytes = 0;
+            }
+        }),
+        ("tokens exchanged", |c| {
+            if let KernelCall::PrefillFa4(a) = c {
+                a.q_token_bytes = 0;
+            }
+        }),
+        ("keys for values", |c| {
+            if let KernelCall::PrefillFa4(a) = c {
+                a.v = a.k;
+            }
+        }),
+        ("another scale", |c| {
+            if let KernelCall::PrefillFa4(a) = c {
+                a.scale *= 1.5;
+            }
+        }),
+        ("a token lost", |c| {
+            if let KernelCall::PrefillFa4(a) = c {
+                a.n_tokens -= 1;
+            }
+        }),
+    ];
+    assert_eq!(unnoticed_in(memory, &base, &faults), [""; 0]);
 }
 
 #[test]

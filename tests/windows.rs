@@ -45,7 +45,6 @@ fn reasons(record: &GraphRecord, thresholds: Thresholds, window: &str, cc: i32) 
 fn llama_decodes_in_six_windows_a_layer() {
     let (counts, edges, dropped) = sites(Shape {
         n_layers: 3,
-        n_tokens: 2,
         ..Shape::small(Family::Llama)
     });
     // Per layer the addition after attention, then the one after the feed-forward block with the next layer's norm.
@@ -83,30 +82,9 @@ fn biases_and_head_norms_are_part_of_qkv() {
     for family in [Family::Qwen2, Family::Qwen3] {
         let (counts, ..) = sites(Shape {
             n_layers: 3,
-            n_tokens: 2,
             ..Shape::small(family)
         });
         assert_eq!(counts["QKV_GEMV"], 3, "{family:?}");
-    }
-}
-
-/// B08: with the window a Qwen3-MoE shape gave wrong logits one token at a time. Gemma's graphs, right on a real model, have a scale
-/// behind Q's RoPE; the others leave one token to single mat-vecs.
-#[test]
-fn one_token_without_a_scale_is_left_to_single_mat_vecs() {
-    for (family, fires) in [
-        (Family::Gemma3, true),
-        (Family::Llama, false),
-        (Family::Qwen3Moe, false),
-    ] {
-        let shape = Shape::small(family);
-        let n_layers = shape.n_layers;
-        let (counts, ..) = sites(shape);
-        assert_eq!(
-            counts.get("QKV_GEMV").copied().unwrap_or(0),
-            if fires { n_layers } else { 0 },
-            "{family:?}"
-        );
     }
 }
 
@@ -124,7 +102,6 @@ fn every_weight_type_fires() {
     ] {
         let shape = Shape {
             types: [dtype; 4],
-            n_tokens: 2,
             ..Shape::small(Family::Llama)
         };
         let (counts, ..) = sites(shape);
@@ -168,11 +145,7 @@ fn many_tokens_are_left_to_stock() {
             ..Shape::small(Family::Llama)
         };
         let (counts, ..) = sites(shape);
-        assert_eq!(
-            counts.contains_key("QKV_GEMV"),
-            fires && n_tokens > 1,
-            "{n_tokens} tokens"
-        );
+        assert_eq!(counts.contains_key("QKV_GEMV"), fires, "{n_tokens} tokens");
         assert_eq!(counts.contains_key("GLU_GEMV"), fires, "{n_tokens} tokens");
         assert_eq!(counts.contains_key("DEC_ATTN"), fires, "{n_tokens} tokens");
     }
@@ -244,6 +217,170 @@ fn attention_declines_what_its_kernel_does_not_compute() {
             );
         }
     }
+}
+
+/// Attention of many tokens with keys, values and a mask as the caller wants them.
+struct Attention {
+    b: GraphBuilder,
+    q: TensorId,
+    k: TensorId,
+    v: TensorId,
+    mask: TensorId,
+    y: TensorId,
+}
+
+impl Attention {
+    const TOKENS: i64 = 6;
+
+    /// Heads of Q and K of `head_dim`, of V of `head_dim_v`; `n_kv` keys for each of the streams, `masks` of them masked apart.
+    fn new([head_dim, head_dim_v]: [i64; 2], n_kv: i64, [streams, masks]: [i64; 2]) -> Attention {
+        let (heads, heads_kv, n) = (4, 2, Attention::TOKENS);
+        let mut b = GraphBuilder::new();
+        let q = b.input("q", DType::F32, [head_dim, n, heads, streams]);
+        let k = b.input("k", DType::F16, [head_dim, n_kv, heads_kv, streams]);
+        let v = b.input("v", DType::F16, [head_dim_v, n_kv, heads_kv, streams]);
+        let mask = b.input("mask", DType::F16, [n_kv, n, 1, masks]);
+        let src = [q, k, v, mask].map(Some);
+        let y = b.node("y", Op::FlashAttnExt, DType::F32, [head_dim_v, heads, n, streams], &src);
+        b.tensor_mut(y).params = vec![support::model::f(0.3), 0, 0, 10];
+        Attention { b, q, k, v, mask, y }
+    }
+
+    fn llama() -> Attention {
+        Attention::new([64, 64], 300, [1, 1])
+    }
+
+    /// Why the window declines; when it fires, it must compute what the node does, also with a mask whose tiles are not all alike.
+    fn verdict(self) -> Result<(), &'static str> {
+        let mask = self.mask;
+        let record = self.b.finish();
+        let why = reasons(&record, FROM_MANY, "PREFILL_FA4", 90);
+        if let Some(why) = why.first() {
+            return Err(why);
+        }
+        let (counts, edges) = matched(&record, FROM_MANY, &[]);
+        if counts.get("PREFILL_FA4") != Some(&1) {
+            return Err("no match");
+        }
+        assert_eq!(edges.len(), 1, "the mask's tiles");
+        let t = &record.tensors[mask];
+        let mut memory = Memory::for_graph(&record, 3);
+        let check = |memory: &Memory, what: &str| {
+            let (stock, fused) = (run_stock(&record, memory), run_fused(&record, memory));
+            assert_same_results(&record, &stock, &fused.memory, what);
+        };
+        check(&memory, "a bias for each key");
+        if t.nb[1] == 2 * t.ne[0] as usize {
+            let [keys, tokens, _, planes] = t.ne;
+            let seen = |i: i64| match (i % keys, i / keys % tokens, i / keys / tokens) {
+                // A token of the second stream that sees nothing.
+                (_, 2, 1) => f64::NEG_INFINITY,
+                (key, token, plane) if key <= 140 + 2 * token - 20 * plane => 0.0,
+                _ => f64::NEG_INFINITY,
+            };
+            memory.set_f16s(t, (0..keys * tokens * planes).map(seen));
+            check(&memory, "a causal mask");
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn many_tokens_attend_by_modules() {
+    for (dims, n_kv, streams) in [
+        ([64, 64], 300, [1, 1]),
+        ([72, 72], 256, [1, 1]),
+        ([128, 128], 130, [1, 1]),
+        ([192, 128], 200, [1, 1]),
+        ([256, 256], 300, [1, 1]),
+        ([64, 64], 200, [3, 3]),
+        ([64, 64], 200, [3, 1]),
+    ] {
+        assert_eq!(
+            Attention::new(dims, n_kv, streams).verdict(),
+            Ok(()),
+            "{dims:?} {n_kv} {streams:?}"
+        );
+    }
+    // Rows of heads, as a cache and a permuted query have them.
+    let mut a = Attention::llama();
+    for (id, n) in [(a.q, 4), (a.k, 2), (a.v, 2)] {
+        let t = a.b.tensor_mut(id);
+        (t.nb[1], t.nb[2]) = (n * t.nb[1], t.nb[1]);
+        t.nb[3] = t.nb[1] * t.ne[1] as usize;
+    }
+    assert_eq!(a.verdict(), Ok(()));
+    // Older hosts pad the tokens.
+    let mut a = Attention::llama();
+    let t = a.b.tensor_mut(a.mask);
+    (t.ne[1], t.data) = (64, ELSEWHERE);
+    (t.nb[2], t.nb[3]) = (64 * t.nb[1], 64 * t.nb[1]);
+    assert_eq!(a.verdict(), Ok(()));
+    // An odd number of keys, on an even number of values.
+    let mut a = Attention::new([64, 64], 201, [1, 1]);
+    let t = a.b.tensor_mut(a.mask);
+    (t.nb[1], t.data) = (404, ELSEWHERE);
+    (t.nb[2], t.nb[3]) = (6 * 404, 6 * 404);
+    assert_eq!(a.verdict(), Ok(()));
+}
+
+#[test]
+fn many_tokens_decline_what_no_module_computes() {
+    type Change = fn(&mut TensorRecord);
+    let of_y: [(Result<(), &str>, Change); 8] = [
+        (Ok(()), |t| t.params[3] = 0),
+        (Err("ALiBi"), |t| t.params[1] = 8f32.to_bits() as i32),
+        (Err("softcap"), |t| t.params[2] = 2f32.to_bits() as i32),
+        (Err("parameter"), |t| t.params.push(64)),
+        (Err("scale"), |t| t.params[0] = 0),
+        (Err("scale"), |t| t.params[0] = (-1f32).to_bits() as i32),
+        (Err("no mask"), |t| t.src.truncate(3)),
+        (Err("no match"), |t| t.src.push(t.src[0])),
+    ];
+    for (i, (expected, change)) in of_y.into_iter().enumerate() {
+        let mut a = Attention::llama();
+        change(a.b.tensor_mut(a.y));
+        assert_eq!(a.verdict(), expected, "change {i} of y");
+    }
+    for dims in [[56, 56], [112, 112], [64, 128], [512, 512]] {
+        assert_eq!(
+            Attention::new(dims, 100, [1, 1]).verdict(),
+            Err("head size"),
+            "{dims:?}"
+        );
+    }
+    for dtype in [DType::BF16, DType::F32, DType::Q8_0, DType::Q4_0] {
+        for of_k in [true, false] {
+            let mut a = Attention::llama();
+            let id = if of_k { a.k } else { a.v };
+            a.b.tensor_mut(id).dtype = dtype as i32;
+            assert_eq!(a.verdict(), Err("type"), "{dtype:?}");
+        }
+    }
+    // An odd number of keys whose last has no second of its pair, and rows on odd values.
+    assert_eq!(Attention::new([64, 64], 201, [1, 1]).verdict(), Err("layout"));
+    let mut a = Attention::llama();
+    a.b.tensor_mut(a.mask).nb[1] += 2;
+    assert_eq!(a.verdict(), Err("layout"));
+    let mut a = Attention::llama();
+    a.b.tensor_mut(a.k).nb[1] += 8;
+    assert_eq!(a.verdict(), Err("layout"));
+    // A mask for each head, for other keys, for too few tokens.
+    for (dim, n) in [(2, 4), (0, 299), (1, 5)] {
+        let mut a = Attention::llama();
+        a.b.tensor_mut(a.mask).ne[dim] = n;
+        assert_eq!(a.verdict(), Err("mask"));
+    }
+    let mut a = Attention::llama();
+    a.b.tensor_mut(a.mask).dtype = DType::F32 as i32;
+    assert_eq!(a.verdict(), Err("mask"));
+    let record = Attention::llama().b.finish();
+    assert_eq!(
+        reasons(&record, Thresholds::default(), "PREFILL_FA4", 90),
+        ["few tokens"]
+    );
+    assert_eq!(reasons(&record, FROM_MANY, "PREFILL_FA4", 89), ["GPU"]);
+    assert_eq!(reasons(&record, FROM_MANY, "PREFILL_FA4", 120), ["kernel"]);
 }
 
 #[test]
@@ -408,6 +545,7 @@ fn prefill(family: Family) -> Shape {
         n_layers: 3,
         n_tokens: PREFILL,
         n_kv: 128,
+        n_head: 16,
         ..Shape::small(family)
     }
 }
@@ -417,9 +555,16 @@ fn prefill(family: Family) -> Shape {
 fn llama_prefills_in_eight_windows_a_layer() {
     let (counts, edges) = matched(&model(prefill(Family::Llama)), Thresholds::default(), &[]);
     // Q, K, V, attention's output and down of each layer, and the output matrix.
-    let expected = [("ADD_NORM", 6), ("GEGLU_FFN", 3), ("MM_PREFILL", 3 * 5 + 1)];
+    let expected = [
+        ("ADD_NORM", 6),
+        ("GEGLU_FFN", 3),
+        ("MM_PREFILL", 3 * 5 + 1),
+        ("PREFILL_FA4", 3),
+    ];
     assert_eq!(counts, BTreeMap::from(expected));
-    assert!(edges.iter().all(|e| e.form == Form::H16));
+    // All layers have one mask.
+    let (edges, tiles): (Vec<Edge>, Vec<Edge>) = edges.into_iter().partition(|e| e.form == Form::H16);
+    assert!(tiles.len() == 1 && tiles[0].consumers.len() == 3 && tiles[0].producer.is_none());
     // Norms hand over to gate and up, to the next Q, K and V, and to the output matrix.
     let (made, converted): (Vec<&Edge>, Vec<&Edge>) = edges.iter().partition(|e| e.producer.is_some());
     assert!(made.len() == 6 && made.iter().all(|e| e.drop_f32));
@@ -436,7 +581,12 @@ fn llama_prefills_in_eight_windows_a_layer() {
 #[test]
 fn without_the_norm_window_the_product_takes_the_addition() {
     let (counts, edges) = matched(&model(prefill(Family::Llama)), Thresholds::default(), &["ADD_NORM"]);
-    let expected = [("GEGLU_FFN", 3), ("MM_PREFILL", 3 * 3 + 1), ("MM_RES", 6)];
+    let expected = [
+        ("GEGLU_FFN", 3),
+        ("MM_PREFILL", 3 * 3 + 1),
+        ("MM_RES", 6),
+        ("PREFILL_FA4", 3),
+    ];
     assert_eq!(counts, BTreeMap::from(expected));
     assert!(edges.iter().all(|e| e.producer.is_none() && !e.drop_f32));
 }
@@ -444,7 +594,12 @@ fn without_the_norm_window_the_product_takes_the_addition() {
 #[test]
 fn gemma_prefills_with_sandwich_norms() {
     let (counts, edges) = matched(&model(prefill(Family::Gemma3)), Thresholds::default(), &[]);
-    let expected = [("GEGLU_FFN", 3), ("MM_PREFILL", 3 * 5 + 1), ("SANDWICH_NORM", 6)];
+    let expected = [
+        ("GEGLU_FFN", 3),
+        ("MM_PREFILL", 3 * 5 + 1),
+        ("PREFILL_FA4", 3),
+        ("SANDWICH_NORM", 6),
+    ];
     assert_eq!(counts, BTreeMap::from(expected));
     assert_eq!(edges.iter().filter(|e| e.drop_f32).count(), 6);
 }
@@ -757,7 +912,10 @@ fn few_tokens_with_experts_are_left_to_stock() {
             assert_eq!(why, vec!["few tokens"; products], "{window}, {n_tokens} tokens");
         }
     }
-    let always = Thresholds { mm_min_tokens: Some(0) };
+    let always = Thresholds {
+        mm_min_tokens: Some(0),
+        ..Thresholds::default()
+    };
     for n_tokens in 1..=9 {
         let record = model(Shape {
             n_tokens,

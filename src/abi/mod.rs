@@ -9,6 +9,7 @@ mod status;
 pub use boundary::flashrt_last_error;
 pub use status::{flashrt_status_name, FlashrtStatus};
 
+use crate::graph::host::to_stderr;
 use crate::graph::raw::RawGraph;
 use crate::graph::{GraphRef, HostView};
 use crate::window::engine::{Engine, EvalStatus};
@@ -237,7 +238,7 @@ unsafe fn refuse(entry: &str, host: *const FlashrtHost, version: u32, size: usiz
         match (log, CString::new(line.as_str())) {
             // SAFETY: the callback is the host's own and the text lives during the call.
             (Some((log, user)), Ok(line)) => unsafe { log(user, 2, line.as_ptr()) },
-            _ => eprintln!("{line}"),
+            _ => to_stderr(&format!("{line}\n")),
         }
     });
 }

@@ -9,7 +9,7 @@ use super::memory::{element, Fault, Memory};
 use crate::graph::DType;
 use crate::kernel::{
     moe_max_rows, DecAttnArgs, GemvArgs, Glu, H16Args, MmArgs, MoeH16Args, MoeMmArgs, MoeRouteArgs, MoeRows, NormArgs,
-    QkvPart, QkvTailArgs, Rope, RopeMode, H16,
+    PrefillFa4Args, QkvPart, QkvTailArgs, Rope, RopeMode, H16,
 };
 use crate::reference::add_norm::add_norm;
 use crate::reference::dec_attn::Scoring;
@@ -30,6 +30,9 @@ pub fn run(memory: &mut Memory, call: &KernelCall) -> Result<(), Fault> {
         KernelCall::Gemv(args) => gemv(memory, args),
         KernelCall::QkvTail(args) => qkv_tail(memory, args),
         KernelCall::DecAttn(args) => dec_attn(memory, args),
+        // The lists only say where the mask need not be read.
+        KernelCall::MaskTiles(_) => Ok(()),
+        KernelCall::PrefillFa4(args) => prefill_fa4(memory, args),
         KernelCall::Mm(args) => mm(memory, args),
         KernelCall::ToH16(args) => to_h16(memory, args),
         KernelCall::MoeRoute(args) => moe_route(memory, args),
@@ -387,6 +390,44 @@ fn tail(
         out.extend(head);
     }
     Ok(out)
+}
+
+/// As [`dec_attn`] with another kernel: what ggml's CPU kernel may be off by does not depend on it.
+fn prefill_fa4(memory: &mut Memory, a: &PrefillFa4Args) -> Result<(), Fault> {
+    if a.head_dim != a.head_dim_v {
+        let (what, number) = ("heads of V of size", a.head_dim_v);
+        return Err(Fault::Unknown { what, number });
+    }
+    let same = DecAttnArgs {
+        q: a.q,
+        q_token_bytes: a.q_token_bytes,
+        q_head_bytes: a.q_head_bytes,
+        q_stream_bytes: a.q_stream_bytes,
+        k: a.k,
+        k_row_bytes: a.k_row_bytes,
+        k_head_bytes: a.k_head_bytes,
+        k_stream_bytes: a.k_stream_bytes,
+        v: a.v,
+        v_row_bytes: a.v_row_bytes,
+        v_head_bytes: a.v_head_bytes,
+        v_stream_bytes: a.v_stream_bytes,
+        mask: a.mask,
+        mask_token_bytes: a.mask_token_bytes,
+        mask_stream_bytes: a.mask_stream_bytes,
+        dst: a.dst,
+        scratch: std::ptr::null_mut(),
+        tickets: std::ptr::null_mut(),
+        head_dim: a.head_dim,
+        n_heads: a.n_heads,
+        n_heads_kv: a.n_heads_kv,
+        n_tokens: a.n_tokens,
+        n_kv: a.n_kv,
+        n_streams: a.n_streams,
+        max_splits: 1,
+        scale: a.scale,
+        softcap: 0.0,
+    };
+    dec_attn(memory, &same)
 }
 
 fn dec_attn(memory: &mut Memory, a: &DecAttnArgs) -> Result<(), Fault> {

@@ -28,6 +28,7 @@ impl Default for Options {
             off: Vec::new(),
             thresholds: Thresholds {
                 mm_min_tokens: Some(PROMPT.into()),
+                fa4_min_tokens: Some(PROMPT.into()),
             },
         }
     }

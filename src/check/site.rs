@@ -23,6 +23,18 @@ pub enum SiteError {
         /// Index of the element.
         element: usize,
     },
+    /// Rows that the graph stores and the kernels do not.
+    #[error("output {role} ({name}): the kernels store {stored} values, the graph {expected}")]
+    NotStored {
+        /// Output of the window.
+        role: &'static str,
+        /// Name of the tensor.
+        name: String,
+        /// Values that the kernels wrote.
+        stored: usize,
+        /// Values of the source.
+        expected: usize,
+    },
     /// Nothing was recorded for a tensor, or its type has no values.
     #[error("{role} ({name}) was not recorded")]
     NotRecorded {
@@ -122,6 +134,7 @@ fn compare_output(
     let scatters = graph.op(t) == Op::SetRows;
     let not_recorded = || SiteError::NotRecorded { role, name: t.name() };
     let dtype = t.dtype().ok_or_else(not_recorded)?;
+    let before = result.values;
     for (index, offset) in offsets(t).enumerate() {
         let Some((value, bound)) = memory.written(t.data() + offset) else {
             if scatters {
@@ -153,6 +166,19 @@ fn compare_output(
                 tensor: t.name(),
             };
         }
+    }
+    // No two tokens share a row, so what is stored is all of the source.
+    let stored = result.values - before;
+    let source = t.src(0).filter(|_| scatters);
+    let expected = source.map_or(stored, |s| s.ne().iter().product::<i64>() as usize);
+    if stored != expected {
+        let name = t.name();
+        return Err(SiteError::NotStored {
+            role,
+            name,
+            stored,
+            expected,
+        });
     }
     Ok(())
 }

@@ -1,16 +1,23 @@
 //! Recordings as a right host would make them, computed here in plain f32, and the same with one thing wrong.
 
 use super::recording::Recording;
+use super::site::{compare, SiteError};
 use super::{check_recording, GraphReport, Report, WindowReport};
 use crate::graph::dump::GraphRecord;
-use crate::graph::{DType, GraphBuilder, Op, TensorId};
+use crate::graph::{DType, GraphBuilder, Op, OwnedGraph, TensorId};
+use crate::kernel::QkvTailArgs;
 use crate::reference::quant::{dequantize_row, Q8Row};
+use crate::window::pattern::Match;
 use crate::window::thresholds::Thresholds;
+use crate::window::{match_graph, KernelCall, Resources, Window, WINDOWS};
 use half::f16;
 use std::borrow::Cow;
 
 /// However few tokens there are.
-const ALL_SIZES: Thresholds = Thresholds { mm_min_tokens: Some(0) };
+const ALL_SIZES: Thresholds = Thresholds {
+    mm_min_tokens: Some(0),
+    fa4_min_tokens: Some(0),
+};
 
 /// Numbers that repeat for no length of interest, in (-1, 1).
 fn noise(seed: usize, n: usize) -> Vec<f32> {
@@ -508,6 +515,45 @@ fn a_store_outside_of_the_cache_is_an_error() {
     let report = check(case, "QKV_GEMV");
     assert_eq!(report.compared, 0, "{report:?}");
     assert!(report.errors[0].contains("write at"), "{}", report.errors[0]);
+}
+
+fn tampered(m: &Match, r: &Resources, fault: impl Fn(&mut QkvTailArgs)) -> Vec<KernelCall> {
+    let mut calls = (WINDOWS[0].calls)(m, r);
+    for call in &mut calls {
+        if let KernelCall::QkvTail(args) = call {
+            fault(args);
+        }
+    }
+    calls
+}
+
+/// Rows of a cache that were not written hold what they held: nothing to compare, but something is missing.
+#[test]
+fn a_store_that_is_lost_is_an_error() {
+    let (graph, values) = qkv();
+    let recording = Recording::new(graph, values.into_iter().map(|v| v.map(Cow::Owned)).collect());
+    let owned = OwnedGraph::new(recording.graph()).unwrap();
+    let matched = match_graph(owned.graph(), owned.host(), ALL_SIZES, |_| true);
+    let site = matched.sites.iter().find(|s| s.window().name == "QKV_GEMV").unwrap();
+    type Calls = fn(&Match, &Resources) -> Vec<KernelCall>;
+    let faults: [Calls; 3] = [
+        |m, r| tampered(m, r, |_| {}),
+        |m, r| tampered(m, r, |a| a.n_parts -= i32::from(a.n_parts == 2)),
+        |m, r| tampered(m, r, |a| a.n_tokens -= i32::from(a.n_parts == 2)),
+    ];
+    let lost: Vec<bool> = faults
+        .map(|calls| {
+            let window = Window {
+                calls,
+                ..*site.window()
+            };
+            matches!(
+                compare(&window, &site.m, &owned, &recording),
+                Err(SiteError::NotStored { .. })
+            )
+        })
+        .to_vec();
+    assert_eq!(lost, [false, true, true]);
 }
 
 #[test]

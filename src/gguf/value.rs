@@ -77,6 +77,14 @@ impl Value {
         }
     }
 
+    /// An array of integers, none of them negative, or of booleans.
+    pub fn as_u64s(&self) -> Option<Vec<u64>> {
+        let Value::Scalars(kind, bytes) = self else { return None };
+        let kind = if *kind == ValueType::Bool { ValueType::U8 } else { *kind };
+        let entries = bytes.chunks_exact(kind.min_bytes() as usize);
+        entries.map(|b| Value::Scalar(kind, b.to_vec()).as_u64()).collect()
+    }
+
     /// Entries of an array; `None` for anything else.
     pub fn array_len(&self) -> Option<usize> {
         match self {

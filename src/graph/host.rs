@@ -5,6 +5,7 @@ use crate::abi::host::{
     FlashrtBufferKind, FlashrtHost, FlashrtRegion, FLASHRT_HOST_CAPTURING, FLASHRT_HOST_FUSION_OFF, FLASHRT_HOST_PDL,
 };
 use std::ffi::{c_void, CString};
+use std::io::Write;
 
 /// Severity of a log line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,6 +18,11 @@ pub enum LogLevel {
     Warn = 2,
     /// A request failed.
     Error = 3,
+}
+
+/// Prints a whole text. That nobody reads it (a closed pipe, a full disk) is no reason to end the host's process, as `eprint!` would.
+pub fn to_stderr(text: &str) {
+    let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
 /// Where a tensor's bytes live.
@@ -147,7 +153,7 @@ impl<'h> HostView<'h> {
     /// Hands a line to the host's log, or to stderr when it has none.
     pub fn log(self, level: LogLevel, text: &str) {
         let Some(log) = self.0.log else {
-            eprintln!("{text}");
+            to_stderr(&format!("{text}\n"));
             return;
         };
         if let Ok(text) = CString::new(text.replace('\0', " ")) {

@@ -34,6 +34,87 @@ pub enum BuildError {
         /// What there is too much of.
         what: &'static str,
     },
+    /// What no memory holds.
+    #[error("tensor {tensor} ({name:?}) has the impossible shape {ne:?} with strides {nb:?} at {data:#x}")]
+    Shape {
+        /// Which tensor.
+        tensor: usize,
+        /// Its name.
+        name: String,
+        /// Its elements per dimension.
+        ne: [i64; 4],
+        /// Its strides.
+        nb: [usize; 4],
+        /// Its address.
+        data: u64,
+    },
+    /// A result that is made of itself.
+    #[error("tensor {tensor} ({name:?}) is an operand of itself, directly or through others")]
+    Cycle {
+        /// Which tensor.
+        tensor: usize,
+        /// Its name.
+        name: String,
+    },
+}
+
+/// Files of recorded graphs come from anywhere. What the code that reads them relies on, as ggml's own graphs have it: sums and
+/// products of extents that do not overflow, and operands that come before what is made of them.
+fn plausible(record: &GraphRecord) -> Result<(), BuildError> {
+    const MOST_ELEMENTS: i64 = 1 << 48;
+    for (tensor, t) in record.tensors.iter().enumerate() {
+        let elements = t.ne.iter().try_fold(1i64, |n, &d| match d {
+            0..=0x7fff_ffff => n.checked_mul(d.max(1)).filter(|n| *n <= MOST_ELEMENTS),
+            _ => None,
+        });
+        let end = t.ne.iter().zip(&t.nb).try_fold(t.data, |end, (&n, &stride)| {
+            let last = (n.max(1) as u64 - 1).checked_mul(stride as u64)?;
+            end.checked_add(last).filter(|end| *end < 1 << 62)
+        });
+        if elements.is_none() || end.is_none() {
+            return Err(BuildError::Shape {
+                tensor,
+                name: t.name.clone(),
+                ne: t.ne,
+                nb: t.nb,
+                data: t.data,
+            });
+        }
+    }
+    // Depth first, without recursion: a tensor that is met again while what it is made of is still looked at.
+    #[derive(Clone, Copy, PartialEq)]
+    enum Seen {
+        Not,
+        Open,
+        Done,
+    }
+    let operands = |i: usize| {
+        let t = &record.tensors[i];
+        t.src.iter().flatten().chain(&t.view_src).copied()
+    };
+    let mut seen = vec![Seen::Not; record.tensors.len()];
+    let mut stack: Vec<usize> = (0..seen.len()).collect();
+    while let Some(&i) = stack.last() {
+        if seen[i] != Seen::Not {
+            seen[i] = Seen::Done;
+            stack.pop();
+            continue;
+        }
+        seen[i] = Seen::Open;
+        for operand in operands(i) {
+            match seen[operand] {
+                Seen::Not => stack.push(operand),
+                Seen::Open => {
+                    return Err(BuildError::Cycle {
+                        tensor: i,
+                        name: record.tensors[i].name.clone(),
+                    })
+                }
+                Seen::Done => {}
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Our operation codes are the operation numbers of a graph of ours.
@@ -95,6 +176,7 @@ impl OwnedGraph {
                 tensors[i].view_src = address(&mut tensors, i, view)?;
             }
         }
+        plausible(record)?;
         let mut nodes = Vec::with_capacity(record.nodes.len());
         for &n in &record.nodes {
             nodes.push(address(&mut tensors, n, n)?);

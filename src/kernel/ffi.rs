@@ -4,7 +4,8 @@
 use std::ffi::{c_int, c_uint, c_void};
 
 use super::{
-    DecAttnArgs, GemvArgs, H16Args, Launch, MmArgs, MoeH16Args, MoeMmArgs, MoeRouteArgs, NormArgs, QkvTailArgs,
+    DecAttnArgs, GemvArgs, H16Args, Launch, MaskTilesArgs, MmArgs, MoeH16Args, MoeMmArgs, MoeRouteArgs, NormArgs,
+    PrefillFa4Args, QkvTailArgs,
 };
 
 /// No `cudaError_t` is negative.
@@ -33,6 +34,9 @@ c_functions! {
     fn frt_gemv_supports(ty: i32, k: i32, n_tokens: i32, glu: i32) -> c_int;
     fn frt_qkv_tail(args: *const QkvTailArgs, launch: Launch) -> c_int;
     fn frt_dec_attn(args: *const DecAttnArgs, launch: Launch) -> c_int;
+    fn frt_mask_tiles(args: *const MaskTilesArgs, launch: Launch) -> c_int;
+    fn frt_prefill_fa4(args: *const PrefillFa4Args, launch: Launch) -> c_int;
+    fn frt_prefill_fa4_supports(head_dim: i32, head_dim_v: i32) -> c_int;
     fn frt_mm(args: *const MmArgs, launch: Launch) -> c_int;
     fn frt_mm_supports(ty: i32, k: i32, glu: i32) -> c_int;
     fn frt_to_h16(args: *const H16Args, launch: Launch) -> c_int;
@@ -63,6 +67,7 @@ mod names {
     extern "C" {
         fn cudaGetErrorName(code: c_int) -> *const c_char;
         fn frt_archs() -> *const c_char;
+        fn frt_prefill_fa4_modules() -> *const c_char;
     }
 
     pub fn error_name(code: c_int) -> String {
@@ -75,6 +80,12 @@ mod names {
     pub fn archs() -> String {
         // SAFETY: a string literal of the archive.
         unsafe { CStr::from_ptr(frt_archs()) }.to_string_lossy().into_owned()
+    }
+
+    pub fn prefill_fa4_modules() -> String {
+        // SAFETY: a string literal of the archive.
+        let names = unsafe { CStr::from_ptr(frt_prefill_fa4_modules()) }.to_string_lossy();
+        names.trim_end().to_owned()
     }
 }
 
@@ -89,6 +100,10 @@ mod names {
     pub fn archs() -> String {
         String::new()
     }
+
+    pub fn prefill_fa4_modules() -> String {
+        String::new()
+    }
 }
 
-pub use names::{archs, error_name};
+pub use names::{archs, error_name, prefill_fa4_modules};

@@ -6,11 +6,13 @@
 
 pub mod cudart;
 mod ffi;
+mod modules;
 mod self_check;
 
 use std::ffi::{c_int, c_void};
 
 use crate::graph::DType;
+pub use modules::{Module, MODULES};
 pub use self_check::{self_check, WEIGHT_TYPES};
 
 /// Weight types that [`mm`] reads.
@@ -448,6 +450,161 @@ pub struct DecAttnArgs {
     pub softcap: f32,
 }
 
+/// What a mask does to each tile of tokens x keys: see [`mask_tiles`]. Null pointers: no mask.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Tiles {
+    /// `[n_planes][token tiles][key tiles]`: 0 every value is -inf, 1 every value is 0, 3 neither.
+    pub kind: *mut u8,
+    /// `[n_planes][token tiles]`: how many tiles of a row are of kind 3.
+    pub partial_count: *mut i32,
+    /// `[n_planes][token tiles][key tiles]`: which, ascending.
+    pub partial_index: *mut i32,
+    /// Likewise of kind 1.
+    pub full_count: *mut i32,
+    /// Likewise of kind 1.
+    pub full_index: *mut i32,
+}
+
+impl Tiles {
+    /// No mask.
+    pub const NONE: Tiles = Tiles {
+        kind: std::ptr::null_mut(),
+        partial_count: std::ptr::null_mut(),
+        partial_index: std::ptr::null_mut(),
+        full_count: std::ptr::null_mut(),
+        full_index: std::ptr::null_mut(),
+    };
+}
+
+/// Tokens and keys of a tile of a mask, and how many token tiles and key tiles it has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TileGrid {
+    /// Tokens of a tile.
+    pub tile_m: usize,
+    /// Keys of a tile.
+    pub tile_n: usize,
+    /// Masks, of a stream each.
+    pub n_planes: usize,
+    /// Token tiles of a plane.
+    pub token_tiles: usize,
+    /// Key tiles.
+    pub key_tiles: usize,
+}
+
+impl TileGrid {
+    fn rows(self) -> usize {
+        self.n_planes * self.token_tiles
+    }
+
+    /// Bytes of [`Tiles`].
+    pub fn bytes(self) -> usize {
+        let tiles = self.rows() * self.key_tiles;
+        8 * (self.rows() + tiles) + tiles
+    }
+
+    /// [`Tiles`] at an address.
+    pub fn at(self, address: usize) -> Tiles {
+        let (counts, indices) = (4 * self.rows(), 4 * self.rows() * self.key_tiles);
+        Tiles {
+            partial_count: address as _,
+            full_count: (address + counts) as _,
+            partial_index: (address + 2 * counts) as _,
+            full_index: (address + 2 * counts + indices) as _,
+            kind: (address + 2 * counts + 2 * indices) as _,
+        }
+    }
+}
+
+/// Arguments of [`mask_tiles`].
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MaskTilesArgs {
+    /// f16, `[n_planes][n_tokens][n_kv]`
+    pub mask: *const c_void,
+    /// Bytes between tokens of `mask`.
+    pub token_bytes: i64,
+    /// Bytes between planes of `mask`.
+    pub plane_bytes: i64,
+    /// Masks, of a stream each.
+    pub n_planes: i32,
+    /// Tokens of a plane.
+    pub n_tokens: i32,
+    /// Keys.
+    pub n_kv: i32,
+    /// Tokens of a tile.
+    pub tile_m: i32,
+    /// Keys of a tile, a multiple of 8.
+    pub tile_n: i32,
+    /// The result.
+    pub tiles: Tiles,
+}
+
+/// Arguments of [`prefill_fa4`]: per stream, token and head `dst = softmax(scale * q . k + mask) . v`. Heads of `q` share those of `k`
+/// and `v`, which are f16, in groups. Pointers and strides of `q`, `k` and `v` are multiples of 16 bytes, those of `mask` of 4.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct PrefillFa4Args {
+    /// Queries.
+    pub q: *const f32,
+    /// Bytes between tokens of `q`.
+    pub q_token_bytes: i64,
+    /// Bytes between heads of `q`.
+    pub q_head_bytes: i64,
+    /// Bytes between streams of `q`.
+    pub q_stream_bytes: i64,
+    /// Keys.
+    pub k: *const c_void,
+    /// Bytes between rows of `k`.
+    pub k_row_bytes: i64,
+    /// Bytes between heads of `k`.
+    pub k_head_bytes: i64,
+    /// Bytes between streams of `k`.
+    pub k_stream_bytes: i64,
+    /// Values.
+    pub v: *const c_void,
+    /// Bytes between rows of `v`.
+    pub v_row_bytes: i64,
+    /// Bytes between heads of `v`.
+    pub v_head_bytes: i64,
+    /// Bytes between streams of `v`.
+    pub v_stream_bytes: i64,
+    /// f16, `[n_kv]` for each token, on an even number of values.
+    pub mask: *const c_void,
+    /// Bytes between tokens of `mask`.
+    pub mask_token_bytes: i64,
+    /// Bytes between streams of `mask`; 0: all have the same.
+    pub mask_stream_bytes: i64,
+    /// From [`mask_tiles`], for `mask_tokens` tokens a plane.
+    pub tiles: Tiles,
+    /// `[n_streams][n_tokens][n_heads][head_dim_v]`
+    pub dst: *mut f32,
+    /// [`prefill_fa4_scratch`] bytes.
+    pub scratch: *mut c_void,
+    /// Values of a head of `q` and `k`.
+    pub head_dim: i32,
+    /// Values of a head of `v`.
+    pub head_dim_v: i32,
+    /// Heads of `q`.
+    pub n_heads: i32,
+    /// Heads of `k` and `v`.
+    pub n_heads_kv: i32,
+    /// Tokens of a stream.
+    pub n_tokens: i32,
+    /// Rows of `k` and `v`.
+    pub n_kv: i32,
+    /// Sequences with keys of their own.
+    pub n_streams: i32,
+    /// Tokens that the mask has, at least `n_tokens`.
+    pub mask_tokens: i32,
+    /// Tokens of a tile, as the module has it.
+    pub tile_m: i32,
+    /// Keys of a tile, as the module has it.
+    pub tile_n: i32,
+    /// Factor of `q . k`, above 0.
+    pub scale: f32,
+}
+
 /// Arguments of [`mm`]: `dst[t][r] = sum_k w[r][k] * x[t][k] (+ bias[r]) (+ res[t][r])`, or with `glu`
 /// `dst[t][r] = act(w[r] . x[t]) * (w2[r] . x[t])`.
 #[repr(C)]
@@ -647,6 +804,39 @@ pub fn qkv_tail(args: &QkvTailArgs, launch: Launch) -> Result<(), CudaError> {
 pub fn dec_attn(args: &DecAttnArgs, launch: Launch) -> Result<(), CudaError> {
     // SAFETY: as in `norm`.
     CudaError::check(unsafe { ffi::frt_dec_attn(args, launch) })
+}
+
+/// Classifies the tiles of a mask for [`prefill_fa4`].
+pub fn mask_tiles(args: &MaskTilesArgs, launch: Launch) -> Result<(), CudaError> {
+    // SAFETY: as in `norm`.
+    CudaError::check(unsafe { ffi::frt_mask_tiles(args, launch) })
+}
+
+/// Bytes of scratch that [`prefill_fa4`] needs: queries and results as f16.
+pub fn prefill_fa4_scratch(args: &PrefillFa4Args) -> usize {
+    let rows = args.n_streams as usize * args.n_tokens as usize * args.n_heads as usize;
+    rows * (args.head_dim + args.head_dim_v) as usize * 2
+}
+
+/// PREFILL_FA4.
+pub fn prefill_fa4(args: &PrefillFa4Args, launch: Launch) -> Result<(), CudaError> {
+    // SAFETY: as in `norm`.
+    CudaError::check(unsafe { ffi::frt_prefill_fa4(args, launch) })
+}
+
+/// Whether this build has a module for these heads, and the current device can run it. Loads it: not while a stream is being captured.
+/// `None` without feature `cuda`, where there is no device to ask.
+pub fn prefill_fa4_supports(head_dim: i32, head_dim_v: i32) -> Option<bool> {
+    // SAFETY: plain values.
+    match unsafe { ffi::frt_prefill_fa4_supports(head_dim, head_dim_v) } {
+        ffi::NOT_COMPILED => None,
+        supported => Some(supported == 1),
+    }
+}
+
+/// The attention modules in this build, by name; empty without feature `fa4`.
+pub fn prefill_fa4_modules() -> String {
+    ffi::prefill_fa4_modules()
 }
 
 /// MM_PREFILL, MM_RES and GEGLU_FFN.

@@ -13,6 +13,7 @@ use crate::reference::glu_gemv::glu_gemv;
 use crate::reference::h16::{lay_out, H16Row};
 use crate::reference::mm_res::mm_res;
 use crate::reference::moe::{moe_ffn, moe_prefill, Route};
+use crate::reference::prefill_fa4::prefill_fa4 as attention_of_many;
 use crate::reference::qkv_gemv::Tail;
 use crate::reference::quant::{Matrix, Q8Row};
 use crate::reference::rope::Params;
@@ -79,6 +80,13 @@ fn check_all(device: i32) -> Result<(), String> {
         check
             .dec_attn(head_dim)
             .map_err(|e| format!("attention with heads of {head_dim}: {e}"))?;
+    }
+    for module in MODULES.iter() {
+        if prefill_fa4_supports(module.head_dim as i32, module.head_dim_v as i32) == Some(true) {
+            check
+                .prefill_fa4(module)
+                .map_err(|e| format!("attention module {}: {e}", module.name))?;
+        }
     }
     Ok(())
 }
@@ -550,5 +558,94 @@ impl Check {
         };
         let want = attention(&Bounded::exact(&q), scoring, &wide(&k), &wide(&v), &[0.0; KEYS]);
         self.expect(&dst, &want.values)
+    }
+
+    /// Three tiles of keys: one that shows everything, one to be looked at, one that hides everything.
+    fn prefill_fa4(&self, module: &Module) -> Result<(), String> {
+        const TOKENS: usize = 3;
+        let (dim, dim_v, keys) = (
+            module.head_dim as usize,
+            module.head_dim_v as usize,
+            3 * module.tile_n - 2,
+        );
+        let mut sample = Sample::new(6);
+        let q = sample.values(TOKENS * dim, 1.0);
+        let mut halves = |n: usize| -> Vec<half::f16> {
+            let values = sample.values(n, 1.0).into_iter();
+            values.map(half::f16::from_f32).collect()
+        };
+        let (k, v) = (halves(keys * dim), halves(keys * dim_v));
+        let seen = |t: usize, key: usize| key < module.tile_n + 5 * (t + 1);
+        let mask: Vec<half::f16> = (0..TOKENS * keys)
+            .map(|i| match seen(i / keys, i % keys) {
+                true => half::f16::ZERO,
+                false => half::f16::NEG_INFINITY,
+            })
+            .collect();
+        let bits = |values: &[half::f16]| values.iter().map(|v| v.to_bits()).collect::<Vec<u16>>();
+        let (q_dev, mask_dev) = (self.upload(&q)?, self.upload(&bits(&mask))?);
+        let (k_dev, v_dev) = (self.upload(&bits(&k))?, self.upload(&bits(&v))?);
+        let grid = TileGrid {
+            tile_m: module.tile_m,
+            tile_n: module.tile_n,
+            n_planes: 1,
+            token_tiles: 1,
+            key_tiles: 3,
+        };
+        let lists = self.output(grid.bytes().div_ceil(4))?;
+        let dst = self.output(TOKENS * dim_v)?;
+        let scan = MaskTilesArgs {
+            mask: mask_dev.raw().cast_const().cast(),
+            token_bytes: 2 * keys as i64,
+            plane_bytes: 0,
+            n_planes: 1,
+            n_tokens: TOKENS as i32,
+            n_kv: keys as i32,
+            tile_m: module.tile_m as i32,
+            tile_n: module.tile_n as i32,
+            tiles: grid.at(lists.raw() as usize),
+        };
+        let mut args = PrefillFa4Args {
+            q: q_dev.raw(),
+            q_token_bytes: 4 * dim as i64,
+            q_head_bytes: 0,
+            q_stream_bytes: 0,
+            k: k_dev.raw().cast_const().cast(),
+            k_row_bytes: 2 * dim as i64,
+            k_head_bytes: 0,
+            k_stream_bytes: 0,
+            v: v_dev.raw().cast_const().cast(),
+            v_row_bytes: 2 * dim_v as i64,
+            v_head_bytes: 0,
+            v_stream_bytes: 0,
+            mask: scan.mask,
+            mask_token_bytes: scan.token_bytes,
+            mask_stream_bytes: 0,
+            tiles: scan.tiles,
+            dst: dst.raw(),
+            scratch: std::ptr::null_mut(),
+            head_dim: dim as i32,
+            head_dim_v: dim_v as i32,
+            n_heads: 1,
+            n_heads_kv: 1,
+            n_tokens: TOKENS as i32,
+            n_kv: keys as i32,
+            n_streams: 1,
+            mask_tokens: TOKENS as i32,
+            tile_m: scan.tile_m,
+            tile_n: scan.tile_n,
+            scale: 0.125,
+        };
+        let scratch = self.output(prefill_fa4_scratch(&args).div_ceil(4))?;
+        args.scratch = scratch.raw().cast();
+        mask_tiles(&scan, self.launch).map_err(text)?;
+        prefill_fa4(&args, self.launch).map_err(text)?;
+        let wide = |values: &[half::f16]| values.iter().map(|v| v.to_f64()).collect::<Vec<f64>>();
+        let (k, v, mask) = (wide(&k), wide(&v), wide(&mask));
+        let mut want = Bounded::default();
+        for (q, mask) in q.chunks(dim).zip(mask.chunks(keys)) {
+            want.extend(attention_of_many(&Bounded::exact(q), 0.125, &k, &v, mask).values);
+        }
+        self.expect(&dst, &want)
     }
 }

@@ -15,6 +15,7 @@ pub mod mm_prefill;
 pub mod mm_res;
 pub mod moe;
 pub mod norm;
+pub mod prefill_fa4;
 pub mod qkv_gemv;
 pub mod quant;
 pub mod rope;

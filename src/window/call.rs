@@ -1,8 +1,8 @@
 //! A kernel call with all its arguments: what a plan is made of.
 
 use crate::kernel::{
-    self, CudaError, DecAttnArgs, GemvArgs, H16Args, Launch, MmArgs, MoeH16Args, MoeMmArgs, MoeRouteArgs, NormArgs,
-    QkvTailArgs,
+    self, CudaError, DecAttnArgs, GemvArgs, H16Args, Launch, MaskTilesArgs, MmArgs, MoeH16Args, MoeMmArgs,
+    MoeRouteArgs, NormArgs, PrefillFa4Args, QkvTailArgs,
 };
 
 /// One launch.
@@ -16,6 +16,10 @@ pub enum KernelCall {
     QkvTail(QkvTailArgs),
     /// [`kernel::dec_attn`]
     DecAttn(DecAttnArgs),
+    /// [`kernel::mask_tiles`]
+    MaskTiles(MaskTilesArgs),
+    /// [`kernel::prefill_fa4`]
+    PrefillFa4(PrefillFa4Args),
     /// [`kernel::mm`]
     Mm(MmArgs),
     /// [`kernel::to_h16`]
@@ -41,6 +45,8 @@ impl KernelCall {
             KernelCall::Gemv(args) => kernel::gemv(args, launch),
             KernelCall::QkvTail(args) => kernel::qkv_tail(args, launch),
             KernelCall::DecAttn(args) => kernel::dec_attn(args, launch),
+            KernelCall::MaskTiles(args) => kernel::mask_tiles(args, launch),
+            KernelCall::PrefillFa4(args) => kernel::prefill_fa4(args, launch),
             KernelCall::Mm(args) => kernel::mm(args, launch),
             KernelCall::ToH16(args) => kernel::to_h16(args, launch),
             KernelCall::MoeRoute(args) => kernel::moe_route(args, launch),

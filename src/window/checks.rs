@@ -4,10 +4,12 @@
 use super::pattern::{Match, Role};
 use super::{Alias, Decline, Window};
 use crate::graph::{BufferKind, DType, GraphRef, HostView, Op, Region, Tensor, FLAG_COMPUTE};
+use std::ops::Range;
 
 /// Checks a match against everything that does not depend on the window's own arithmetic.
 pub fn check(window: &Window, m: &Match, graph: GraphRef, ops: &[Op], host: HostView) -> Result<(), Decline> {
     steps(m)?;
+    own_results(m, graph)?;
     interior_uses(m, graph, ops)?;
     buffers(m, host)?;
     aliases(window, m)?;
@@ -29,13 +31,25 @@ pub fn mark_unread_outputs(m: &mut Match, graph: GraphRef) {
 }
 
 fn steps(m: &Match) -> Result<(), Decline> {
-    for (role, node) in m.nodes() {
+    for (role, node, written) in m.nodes_written() {
         if node.flags() & FLAG_COMPUTE == 0 {
             return Err(Decline::new("not to be computed", format!("{role} {node:?}")));
         }
         // A narrower intermediate result would be rounded where the kernel keeps f32.
-        if !m.is_output(role) && !node.is(DType::F32) {
+        if !written && !node.is(DType::F32) {
             return Err(Decline::new("type", format!("{role} {node:?} is not f32")));
+        }
+    }
+    Ok(())
+}
+
+/// What comes from outside of the run is read from memory, where the run's own results are not, or not yet.
+fn own_results(m: &Match, graph: GraphRef) -> Result<(), Decline> {
+    for (role, t) in m.externals() {
+        // Most are leaves.
+        let made = graph.op(t) != Op::None || t.view_src().is_some();
+        if made && m.nodes().any(|(_, node)| node == t || Some(node) == t.view_src()) {
+            return Err(Decline::new("an operand is the run's own", format!("{role} {t:?}")));
         }
     }
     Ok(())
@@ -44,11 +58,11 @@ fn steps(m: &Match) -> Result<(), Decline> {
 /// Interior results are never written, so only nodes of the run may read them.
 fn interior_uses(m: &Match, graph: GraphRef, ops: &[Op]) -> Result<(), Decline> {
     let mut unwritten: Vec<(Tensor, i32)> = Vec::with_capacity(m.end - m.start);
-    for (role, t) in m.nodes() {
-        if !m.is_output(role) {
-            unwritten.push((t, 0));
-        }
-    }
+    unwritten.extend(
+        m.nodes_written()
+            .filter(|&(.., written)| !written)
+            .map(|(_, t, _)| (t, 0)),
+    );
     let run = m.start..m.end;
     for (i, op) in run.clone().zip(&ops[run]) {
         let node = graph.node(i);
@@ -103,19 +117,20 @@ fn aliases(window: &Window, m: &Match) -> Result<(), Decline> {
             .find(|a| a.input == input && a.output == output)
             .map(|a| a.alias)
     };
-    for (i, (out_role, out)) in m.outputs().enumerate() {
-        let out_range = out.byte_range();
-        let overlap = |t: Tensor| {
-            let range = t.byte_range();
-            range.start < out_range.end && out_range.start < range.end
-        };
-        for (other_role, other) in m.outputs().skip(i + 1) {
-            if overlap(other) {
+    let overlap = |a: &Range<usize>, b: &Range<usize>| a.start < b.end && b.start < a.end;
+    fn with_bytes((role, t): (Role, Tensor)) -> (Role, Tensor, Range<usize>) {
+        (role, t, t.byte_range())
+    }
+    let inputs: Vec<_> = m.externals().map(with_bytes).collect();
+    let outputs: Vec<_> = m.outputs().map(with_bytes).collect();
+    for (i, &(out_role, out, ref out_bytes)) in outputs.iter().enumerate() {
+        for (other_role, _, other_bytes) in &outputs[i + 1..] {
+            if overlap(out_bytes, other_bytes) {
                 return Err(Decline::new("outputs overlap", format!("{out_role} and {other_role}")));
             }
         }
-        for (in_role, input) in m.externals() {
-            if !overlap(input) {
+        for &(in_role, input, ref in_bytes) in &inputs {
+            if !overlap(out_bytes, in_bytes) {
                 continue;
             }
             let exact = out.data() == input.data() && out.nb() == input.nb() && out.ne() == input.ne();

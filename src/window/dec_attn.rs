@@ -37,7 +37,7 @@ pub static DEC_ATTN: Window = Window {
 };
 
 /// Rows on 16 bytes, one value after another.
-fn rows(role: Role, t: Tensor, dtype: DType) -> Result<(), Decline> {
+pub(super) fn rows(role: Role, t: Tensor, dtype: DType) -> Result<(), Decline> {
     if !t.is(dtype) {
         let name = t.dtype().map_or("an unknown type", DType::name);
         return Err(Decline::new(

@@ -8,7 +8,7 @@ use super::stats::Stats;
 use super::{KernelCall, Resources, WINDOWS};
 use crate::cache::{Arena, BlockSource};
 use crate::graph::dump::GraphRecord;
-use crate::graph::host::LogLevel;
+use crate::graph::host::{to_stderr, LogLevel};
 use crate::graph::{GraphRef, HostView, Op};
 use crate::kernel::{CudaError, Launch};
 use std::cell::{Cell, RefCell};
@@ -75,10 +75,19 @@ struct PlannedSite {
     start: usize,
     len: usize,
     calls: Vec<KernelCall>,
-    /// The hand-off it reads, by index, and the launch that makes it where nobody else has.
-    input: Option<(usize, Option<KernelCall>)>,
+    /// The hand-off it reads, by index, and what is launched where nobody has made it.
+    input: Option<(usize, Unmade)>,
     /// Hand-offs that it makes, by index.
     makes: Vec<usize>,
+}
+
+/// What a reader does about a hand-off that was not made: its producer failed, or stock took the producer's nodes together with
+/// one before them and nobody was asked.
+enum Unmade {
+    /// Makes it from the f32 form, which stock has written then.
+    Convert(KernelCall),
+    /// Reads the f32 form: these are its calls.
+    Without(Vec<KernelCall>),
 }
 
 /// A hand-off in the evaluation that is going on.
@@ -99,7 +108,11 @@ struct Plan {
     hand_offs: Vec<PlannedHandOff>,
     /// By node index: the site that starts there, plus one.
     starts: Vec<u32>,
+    /// By window: the sites that an evaluation runs. At first all of the plan, then those that were launched when last asked, which
+    /// is what a replayed CUDA graph does.
     counts: Vec<u64>,
+    /// By window: the sites launched in this evaluation, once the host has asked about a node.
+    launched: Option<Vec<u64>>,
     generation: u64,
     /// The first launch of an evaluation waits for everything before it: see [`super::Constants`].
     waits_at_start: bool,
@@ -297,6 +310,7 @@ impl Engine {
             // The rest of the graph would run on results that are not there, on a stream whose capture may be broken.
             return graph.len() - i;
         }
+        let launched = plan.launched.get_or_insert_with(|| vec![0; WINDOWS.len()]);
         let Some(index) = plan.starts.get(i).and_then(|&s| (s as usize).checked_sub(1)) else {
             return 0;
         };
@@ -307,14 +321,14 @@ impl Engine {
             return 0;
         }
         // What is to be launched before the site's own calls, and whether its input exists in no form that stock reads.
-        let (convert, bound) = match &site.input {
-            None => (None, false),
-            Some((h, _)) if plan.hand_offs[*h].made => (None, plan.hand_offs[*h].only_form),
-            Some((_, Some(convert))) => (Some(convert), false),
-            Some((_, None)) => return 0,
+        let (convert, calls, bound) = match &site.input {
+            None => (None, &site.calls, false),
+            Some((h, _)) if plan.hand_offs[*h].made => (None, &site.calls, plan.hand_offs[*h].only_form),
+            Some((_, Unmade::Convert(convert))) => (Some(convert), &site.calls, false),
+            Some((_, Unmade::Without(calls))) => (None, calls, false),
         };
         enter_window(Some(site.window));
-        for (n, call) in convert.into_iter().chain(&site.calls).enumerate() {
+        for (n, call) in convert.into_iter().chain(calls).enumerate() {
             let launch = Launch {
                 stream: host.stream(),
                 pdl: i32::from(host.pdl() && (plan.started || !plan.waits_at_start)),
@@ -336,12 +350,24 @@ impl Engine {
         }
         enter_window(None);
         let (window, len) = (site.window, site.len);
-        let input = site.input.as_ref().map(|(h, _)| h);
-        for &h in site.makes.iter().chain(input) {
+        let converted = site.input.as_ref().filter(|_| convert.is_some()).map(|(h, _)| h);
+        for &h in site.makes.iter().chain(converted) {
             plan.hand_offs[h].made = true;
         }
+        launched[window] += 1;
         lock(&self.stats).windows[window].fired += 1;
         len
+    }
+
+    /// Corrects the count of an evaluation whose nodes were asked about: stock may have taken the first node of a site together with
+    /// the node before it.
+    fn count_launched(&self, plan: &mut Plan) {
+        let Some(launched) = plan.launched.take() else { return };
+        let mut stats = lock(&self.stats);
+        for ((counters, counted), launched) in stats.windows.iter_mut().zip(&plan.counts).zip(&launched) {
+            counters.evaluated = counters.evaluated + launched - counted;
+        }
+        plan.counts = launched;
     }
 
     /// End of an evaluation.
@@ -351,7 +377,10 @@ impl Engine {
         };
         let failure = {
             let mut context = lock(&shared);
-            context.active = false;
+            let active = std::mem::take(&mut context.active);
+            if let Some(plan) = context.plans.back_mut().filter(|_| active) {
+                self.count_launched(plan);
+            }
             let failure = context.failure.take();
             if failure.is_some() {
                 context.plans.pop_back();
@@ -471,7 +500,7 @@ impl Engine {
             Err(why) => format!("device {}: off, stock kernels run instead: {why}", host.device()),
         };
         if let Err(why) = &verdict {
-            lock(&self.stats).disabled = Some(why.clone());
+            lock(&self.stats).disabled = Some(format!("device {}: {why}", host.device()));
         }
         lock(&self.messages).push((if fit { LogLevel::Info } else { LogLevel::Warn }, text));
         devices.insert(host.device(), verdict);
@@ -514,6 +543,7 @@ impl Engine {
         };
         let Some(mut plan) = plan else { return false };
         plan.started = false;
+        plan.launched = None;
         for hand_off in &mut plan.hand_offs {
             hand_off.made = false;
         }
@@ -577,12 +607,20 @@ impl Engine {
             };
             enter_window(Some(site.window));
             let calls = (site.window().calls)(&site.m, &resources);
-            enter_window(None);
-            starts[site.m.start] = i as u32 + 1;
             let input = incoming[i].map(|e| {
                 let (role, _) = (site.window().input_form)(&site.m).expect("it reads a hand-off");
-                (e, hand_off(e).convert(site.m.tensor(role)))
+                let without = || {
+                    let resources = Resources {
+                        input: None,
+                        ..resources
+                    };
+                    Unmade::Without((site.window().calls)(&site.m, &resources))
+                };
+                let convert = hand_off(e).convert(site.m.tensor(role));
+                (e, convert.map_or_else(without, Unmade::Convert))
             });
+            enter_window(None);
+            starts[site.m.start] = i as u32 + 1;
             sites.push(PlannedSite {
                 window: site.window,
                 start: site.m.start,
@@ -611,6 +649,7 @@ impl Engine {
             hand_offs,
             starts,
             counts,
+            launched: None,
             generation: self.generation.load(Relaxed),
             waits_at_start: matched.waits_at_start,
             started: false,
@@ -687,7 +726,7 @@ extern "C" fn print_stats() {
     let Some(engine) = GLOBAL.get() else { return };
     match &engine.settings.stats {
         Some(StatsTarget::File(path)) => write_stats(path, &engine.stats()),
-        _ => eprint!("{}", engine.stats().to_table()),
+        _ => to_stderr(&engine.stats().to_table()),
     }
 }
 
@@ -695,6 +734,9 @@ fn write_stats(path: &Path, stats: &Stats) {
     let temporary = path.with_extension("tmp");
     let written = std::fs::write(&temporary, stats.to_json()).and_then(|()| std::fs::rename(&temporary, path));
     if let Err(e) = written {
-        eprintln!("flashrt: GGML_FLASHRT_STATS: cannot write {}: {e}", path.display());
+        to_stderr(&format!(
+            "flashrt: GGML_FLASHRT_STATS: cannot write {}: {e}\n",
+            path.display()
+        ));
     }
 }

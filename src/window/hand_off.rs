@@ -1,9 +1,9 @@
-//! Hand-offs: the input of a site in another form than f32, made once for all sites that read it.
+//! Hand-offs: the input of a site in another form than the graph has it, made once for all sites that read it.
 
 use super::match_graph::Matched;
 use super::KernelCall;
 use crate::graph::{GraphRef, HostView, Region, Tensor};
-use crate::kernel::{H16Args, H16, Q8};
+use crate::kernel::{H16Args, MaskTilesArgs, TileGrid, Tiles, H16, Q8};
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -14,6 +14,8 @@ pub enum Form {
     Q8,
     /// f16 for tensor cores: `frt_h16`. A mat-mul reads nothing else.
     H16,
+    /// Of an attention mask, which of its tiles hide or show everything: `frt_tiles`.
+    Tiles(TileGrid),
 }
 
 impl Form {
@@ -22,6 +24,7 @@ impl Form {
         match self {
             Form::Q8 => (k * n_tokens).next_multiple_of(16),
             Form::H16 => H16::bytes(k, n_tokens),
+            Form::Tiles(grid) => grid.bytes(),
         }
     }
 
@@ -30,8 +33,14 @@ impl Form {
         let scales = match self {
             Form::Q8 => k / 32 * n_tokens * 8,
             Form::H16 => n_tokens * 4,
+            Form::Tiles(_) => 0,
         };
         self.values(k, n_tokens) + scales
+    }
+
+    /// Can its readers not do without?
+    pub fn is_needed(self) -> bool {
+        self != Form::Q8
     }
 }
 
@@ -72,17 +81,39 @@ impl HandOff {
         })
     }
 
-    /// Makes it from f32 rows, if a kernel does that.
+    /// As kernels take it, if it has this form.
+    pub fn tiles(self) -> Option<Tiles> {
+        match self.form {
+            Form::Tiles(grid) => Some(grid.at(self.address)),
+            Form::Q8 | Form::H16 => None,
+        }
+    }
+
+    /// Makes it from the tensor, if a kernel does that.
     pub fn convert(self, x: Tensor) -> Option<KernelCall> {
-        self.h16().map(|y| {
-            KernelCall::ToH16(H16Args {
-                x: x.data() as _,
-                x_stride: super::row_stride(x),
-                y,
-                k: self.k as i32,
-                n_tokens: self.n_tokens as i32,
-            })
-        })
+        match self.form {
+            Form::Q8 => None,
+            Form::H16 => self.h16().map(|y| {
+                KernelCall::ToH16(H16Args {
+                    x: x.data() as _,
+                    x_stride: super::row_stride(x),
+                    y,
+                    k: self.k as i32,
+                    n_tokens: self.n_tokens as i32,
+                })
+            }),
+            Form::Tiles(grid) => Some(KernelCall::MaskTiles(MaskTilesArgs {
+                mask: x.data() as _,
+                token_bytes: x.nb()[1] as i64,
+                plane_bytes: x.nb()[3] as i64,
+                n_planes: grid.n_planes as i32,
+                n_tokens: x.ne()[1] as i32,
+                n_kv: x.ne()[0] as i32,
+                tile_m: grid.tile_m as i32,
+                tile_n: grid.tile_n as i32,
+                tiles: grid.at(self.address),
+            })),
+        }
     }
 }
 
@@ -131,7 +162,9 @@ pub fn edges(matched: &Matched, graph: GraphRef, host: HostView) -> Vec<Edge> {
     for (i, site) in sites.iter().enumerate() {
         if let Some((role, form)) = (site.window().input_form)(&site.m) {
             let x = site.m.tensor(role);
-            let producer = producers.get(&x).copied().filter(|_| ordered);
+            // No window hands over a mask.
+            let of_mask = matches!(form, Form::Tiles(_));
+            let producer = producers.get(&x).copied().filter(|_| ordered && !of_mask);
             let known = open.get(&(x, form)).copied();
             let since = known.map(|(_, since)| since).or(producer.map(|p| sites[p].m.end));
             let unchanged = ordered && since.is_some_and(|since| !is_written(x, graph, since..site.m.start));
@@ -172,6 +205,7 @@ fn new_edge(x: Tensor, form: Form, producer: Option<usize>) -> Option<Edge> {
         // Whole blocks, rows of 16 bytes, and somebody who makes them.
         Form::Q8 => producer.is_some() && k % 32 == 0 && n_tokens <= crate::kernel::MAX_TOKENS,
         Form::H16 => k % H16::COLUMNS == 0,
+        Form::Tiles(_) => true,
     };
     possible.then(|| Edge {
         form,

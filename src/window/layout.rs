@@ -1,6 +1,6 @@
 //! Where scratch and hand-offs of a plan lie, and which sites have to do without.
 
-use super::hand_off::{edges, Edge, Form, HandOff};
+use super::hand_off::{edges, Edge, HandOff};
 use super::match_graph::{Declined, Matched};
 use super::Decline;
 use crate::graph::{GraphRef, HostView};
@@ -33,7 +33,7 @@ impl Layout {
             for (i, site) in matched.sites.iter().enumerate() {
                 excluded.push((i, (site.window().scratch_bytes)(&site.m)));
             }
-            for edge in edges.iter().filter(|e| e.form == Form::H16) {
+            for edge in edges.iter().filter(|e| e.form.is_needed()) {
                 excluded.extend(edge.consumers.iter().map(|&i| (i, edge.bytes())));
             }
             excluded.retain(|&(_, bytes)| aligned(bytes) > largest);

@@ -29,6 +29,7 @@ mod mm_res;
 mod moe;
 mod moe_ffn;
 mod moe_prefill;
+mod prefill_fa4;
 mod qkv_gemv;
 mod sandwich_norm;
 
@@ -104,8 +105,8 @@ pub struct Resources {
     pub scratch: usize,
     /// [`crate::cache::TICKET_BYTES`] of counters that are zero and are left so.
     pub tickets: usize,
-    /// The input in the form that [`Window::input_form`] names: always for [`Form::H16`], for [`Form::Q8`] when its producer
-    /// hands it over.
+    /// The input in the form that [`Window::input_form`] names: always where it [is needed](Form::is_needed), else when its
+    /// producer hands it over.
     pub input: Option<HandOff>,
     /// Where to leave the output as q8 blocks, when a reader wants them.
     pub output_q8: Option<HandOff>,
@@ -135,7 +136,7 @@ pub struct Window {
     pub may_alias: &'static [MayAlias],
     /// Kernels hand intermediate results through scratch memory.
     pub uses_scratch: bool,
-    /// The input that this match takes in another form than f32, and the form.
+    /// The input that this match takes in another form than the graph has it, and the form.
     pub input_form: fn(&Match) -> Option<(Role, Form)>,
     /// The output that can be left in any [`Form`], its f32 form then unwritten when nobody reads it.
     pub hands_over: Option<Role>,
@@ -162,6 +163,7 @@ pub static WINDOWS: &[&Window] = &[
     &add_norm::ADD_NORM,
     &glu_gemv::GLU_GEMV,
     &dec_attn::DEC_ATTN,
+    &prefill_fa4::PREFILL_FA4,
     &gemv_res::GEMV_RES,
     &geglu_ffn::GEGLU_FFN,
     &mm_res::MM_RES,
@@ -176,6 +178,12 @@ const QKV_GEMV_INDEX: usize = 0;
 /// Is this window part of this build?
 pub fn compiled() -> bool {
     cfg!(feature = "cuda")
+}
+
+/// What a window lacks that this build could have.
+pub fn lacks(window: &Window) -> Option<&'static str> {
+    let of_modules = std::ptr::eq(window, &prefill_fa4::PREFILL_FA4);
+    (of_modules && compiled() && crate::kernel::prefill_fa4_modules().is_empty()).then_some("no modules (feature fa4)")
 }
 
 /// `t` is f32 and its rows are one after another or apart by a whole number of floats.

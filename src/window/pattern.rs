@@ -96,6 +96,8 @@ pub struct Pattern {
     steps: &'static [Step],
     operands: Vec<Vec<Operand>>,
     externals: Vec<Role>,
+    /// Names of steps and externals, as numbers.
+    names: Vec<u128>,
     outputs: Vec<usize>,
     with: Vec<Option<usize>>,
     /// Operations that the first node of a run can have, as bits.
@@ -138,6 +140,8 @@ impl Pattern {
             operands.push(resolved.collect());
         }
         assert!(externals.len() <= MAX_EXTERNALS);
+        let names = steps.iter().map(|s| s.result).chain(externals.iter().copied());
+        let names = names.map(number).collect();
         let outputs = outputs.iter().map(|&o| step(o).expect("an output is a step")).collect();
         let with = steps
             .iter()
@@ -162,6 +166,7 @@ impl Pattern {
             steps,
             operands,
             externals,
+            names,
             outputs,
             with,
             first,
@@ -194,8 +199,14 @@ impl Pattern {
                 == self.n_required
     }
 
+    /// Position of a name among the steps and, after them, the externals.
+    fn position(&self, name: u128) -> Option<usize> {
+        self.names.iter().position(|&n| n == name)
+    }
+
+    #[inline]
     fn step(&self, role: Role) -> Option<usize> {
-        find_role(self.steps.iter().map(|s| s.result), role)
+        self.position(number(role)).filter(|&i| i < self.steps.len())
     }
 
     fn is_required(&self, step: usize) -> bool {
@@ -203,10 +214,16 @@ impl Pattern {
     }
 }
 
-/// Position of a name. Most are the very same literal: comparing addresses first saves comparing letters.
-fn find_role(mut roles: impl Iterator<Item = Role> + Clone, role: Role) -> Option<usize> {
-    let same = roles.clone().position(|r| std::ptr::eq(r, role));
-    same.or_else(|| roles.position(|r| r == role))
+/// A name as a number: cheaper to compare, and known at compile time where the name is.
+#[inline]
+const fn number(role: Role) -> u128 {
+    let (name, mut number, mut i) = (role.as_bytes(), 0, 0);
+    assert!(name.len() <= 16, "names of tensors have 16 letters at most");
+    while i < name.len() {
+        number = number << 8 | name[i] as u128;
+        i += 1;
+    }
+    number
 }
 
 /// What a pattern's names stand for.
@@ -225,10 +242,12 @@ pub struct Match<'g> {
 
 impl<'g> Match<'g> {
     /// The tensor with this name, if it is there. The result of a missing optional step is that of its first operand.
+    #[inline]
     pub fn get(&self, role: Role) -> Option<Tensor<'g>> {
-        match self.pattern.step(role) {
-            Some(step) => self.result(step),
-            None => find_role(self.pattern.externals.iter().copied(), role).and_then(|slot| self.externals[slot]),
+        let i = self.pattern.position(number(role))?;
+        match i.checked_sub(self.pattern.steps.len()) {
+            None => self.result(i),
+            Some(slot) => self.externals[slot],
         }
     }
 
@@ -236,6 +255,7 @@ impl<'g> Match<'g> {
     ///
     /// # Panics
     /// When the pattern does not guarantee that it is there.
+    #[inline]
     pub fn tensor(&self, role: Role) -> Tensor<'g> {
         self.get(role)
             .unwrap_or_else(|| panic!("{role} is not part of this match"))
@@ -247,6 +267,7 @@ impl<'g> Match<'g> {
     }
 
     /// The node of a step, without falling back to its operand when it is missing.
+    #[inline]
     pub fn node(&self, step: Role) -> Option<Tensor<'g>> {
         self.pattern.step(step).and_then(|i| self.steps[i])
     }
@@ -269,13 +290,23 @@ impl<'g> Match<'g> {
 
     /// Is the step with this name one of the outputs, itself or in place of one that is missing?
     pub fn is_output(&self, step: Role) -> bool {
-        let node = self.node(step);
-        node.is_some()
-            && self
-                .pattern
-                .outputs
-                .iter()
-                .any(|&o| self.unread & (1 << o) == 0 && self.result(o) == node)
+        let step = self.pattern.step(step).filter(|&i| self.steps[i].is_some());
+        step.is_some_and(|i| self.written() & (1 << i) != 0)
+    }
+
+    /// Steps whose nodes are outputs, themselves or in place of one that is missing, as bits.
+    fn written(&self) -> u32 {
+        let outputs = self.pattern.outputs.iter().filter(|&&o| self.unread & (1 << o) == 0);
+        outputs
+            .filter_map(|&o| self.present(o))
+            .fold(0, |bits, i| bits | 1 << i)
+    }
+
+    /// Every node of a step, and whether it is an output.
+    pub fn nodes_written(&self) -> impl Iterator<Item = (Role, Tensor<'g>, bool)> + '_ {
+        let written = self.written();
+        let steps = self.pattern.steps.iter().zip(&self.steps).enumerate();
+        steps.filter_map(move |(i, (s, t))| Some((s.result, (*t)?, written & (1 << i) != 0)))
     }
 
     /// Every node of a step.
@@ -297,10 +328,19 @@ impl<'g> Match<'g> {
     }
 
     fn result(&self, step: usize) -> Option<Tensor<'g>> {
-        self.steps[step].or_else(|| match self.pattern.operands[step].first() {
-            Some(Operand::Step(earlier)) if !self.pattern.is_required(step) => self.result(*earlier),
-            _ => None,
-        })
+        self.present(step).and_then(|i| self.steps[i])
+    }
+
+    /// The step itself, or what takes its place when it is missing.
+    #[inline]
+    fn present(&self, mut step: usize) -> Option<usize> {
+        while self.steps[step].is_none() {
+            match self.pattern.operands[step].first() {
+                Some(Operand::Step(earlier)) if !self.pattern.is_required(step) => step = *earlier,
+                _ => return None,
+            }
+        }
+        Some(step)
     }
 
     fn is_complete(&self) -> bool {

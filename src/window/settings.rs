@@ -76,6 +76,10 @@ pub static SWITCHES: &[Switch] = &[
         does: "least tokens of the mat-mul windows, for all weight types (default: `flashrt windows` lists them)",
     },
     Switch {
+        name: "GGML_FLASHRT_FA4_MIN_TOKENS",
+        does: "least query tokens of PREFILL_FA4, whatever the number of heads (default 512, of enough heads)",
+    },
+    Switch {
         name: "GGML_FLASHRT_SCRATCH_MIB",
         does: "most device memory that a context holds for scratch and hand-offs, in MiB (default 256)",
     },
@@ -94,7 +98,6 @@ static FOREIGN: &[&str] = &[
     "GGML_FLASHRT_NO_RMS_GEMMA",
     "GGML_FLASHRT_NO_QKV_PREFILL",
     "GGML_FLASHRT_NO_VIT_FA4",
-    "GGML_FLASHRT_NO_PREFILL_FA4",
     "GGML_FLASHRT_NO_KV_TAIL",
     "GGML_FLASHRT_NO_VIS_F16",
 ];
@@ -131,7 +134,8 @@ impl Settings {
         };
         let dump_max = number("GGML_FLASHRT_DUMP_MAX", Some(DUMP_MAX)).unwrap_or_default();
         let scratch_mib = number("GGML_FLASHRT_SCRATCH_MIB", Some(SCRATCH_MIB)).unwrap_or_default();
-        let mm_min_tokens = number("GGML_FLASHRT_MM_MIN_TOKENS", None);
+        let [mm_min_tokens, fa4_min_tokens] = ["GGML_FLASHRT_MM_MIN_TOKENS", "GGML_FLASHRT_FA4_MIN_TOKENS"]
+            .map(|name| number(name, None).map(|n| i64::try_from(n).unwrap_or(i64::MAX)));
         let mut take = |name: &str| vars.remove(name).filter(|v| v != "0");
         let disabled = take("GGML_FLASHRT_DISABLE").is_some() | take("GGML_CUDA_FLASHRT_DISABLE").is_some();
         let stats = take("GGML_FLASHRT_STATS").map(|v| match v.as_str() {
@@ -167,7 +171,8 @@ impl Settings {
             dump,
             dump_max,
             thresholds: Thresholds {
-                mm_min_tokens: mm_min_tokens.map(|n| i64::try_from(n).unwrap_or(i64::MAX)),
+                mm_min_tokens,
+                fa4_min_tokens,
             },
             scratch_limit: scratch_mib.saturating_mul(1 << 20),
             warnings,
@@ -243,7 +248,7 @@ mod tests {
 
     #[test]
     fn other_adapters_names_are_known() {
-        let s = settings(&[("GGML_FLASHRT_NO_PREFILL_FA4", "1")]);
+        let s = settings(&[("GGML_FLASHRT_NO_VIT_FA4", "1")]);
         assert_eq!(s.warnings.len(), 1);
         assert!(s.warnings[0].contains("no effect"));
     }

@@ -1,4 +1,4 @@
-//! From how many tokens on a mat-mul window is faster than stock ggml: measured, by GPU family and weight type.
+//! From how many tokens on a mat-mul or attention window is faster than stock ggml: measured, by GPU family and weight type.
 
 use super::pattern::{Match, Role};
 use super::Decline;
@@ -20,6 +20,11 @@ pub enum Threshold {
         weight: Role,
         /// Which experts each token takes.
         ids: Role,
+    },
+    /// Query tokens of attention.
+    Queries {
+        /// The queries.
+        q: Role,
     },
 }
 
@@ -63,11 +68,23 @@ pub static FAMILIES: &[Family] = &[Family {
 /// Least tokens of the windows with experts, for all weight types: the only number at which they were measured (Qwen3-MoE shape).
 pub const MOE_MIN_TOKENS: i64 = 2048;
 
+/// Least query tokens of attention modules, of all streams together.
+pub const FA4_MIN_TOKENS: i64 = 512;
+
+/// Least blocks of attention modules, one for each head and tile of [`FA4_TILE`] tokens. Blocks do not share the keys of a head, so few of
+/// them leave most of a GPU idle.
+pub const FA4_MIN_BLOCKS: i64 = 64;
+
+/// Tokens of a tile, in most modules.
+const FA4_TILE: i64 = 128;
+
 /// The table with what the settings make of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Thresholds {
     /// `GGML_FLASHRT_MM_MIN_TOKENS`: one number for all types, with experts and without.
     pub mm_min_tokens: Option<i64>,
+    /// `GGML_FLASHRT_FA4_MIN_TOKENS`
+    pub fa4_min_tokens: Option<i64>,
 }
 
 impl Thresholds {
@@ -86,9 +103,32 @@ impl Thresholds {
         })
     }
 
+    /// Are there enough query tokens, of so many streams, to keep a GPU busy?
+    fn check_queries(self, of_stream: i64, heads: i64, streams: i64) -> Result<(), Decline> {
+        let n_tokens = of_stream.saturating_mul(streams);
+        let least = self.fa4_min_tokens.unwrap_or(FA4_MIN_TOKENS);
+        let tiles = (of_stream + FA4_TILE - 1) / FA4_TILE * streams;
+        let detail = match () {
+            () if n_tokens < least => format!("{n_tokens} tokens, at least {least}"),
+            () if self.fa4_min_tokens.is_some() => return Ok(()),
+            () if tiles * heads < FA4_MIN_BLOCKS => format!("{} blocks, at least {FA4_MIN_BLOCKS}", tiles * heads),
+            () if 2 * n_tokens < tiles * FA4_TILE => format!("{of_stream} tokens of a stream, in tiles of {FA4_TILE}"),
+            () => return Ok(()),
+        };
+        Err(Decline::new("few tokens", detail))
+    }
+
     /// Is the product large enough?
     pub(super) fn check(self, cc: i32, m: &Match, threshold: Threshold) -> Result<(), Decline> {
+        let no_kernel = |what: &str| Err(Decline::new("kernel", format!("no {what} for sm_{cc}")));
         let (weight, n_tokens) = match threshold {
+            Threshold::Queries { q } => {
+                if FAMILIES.iter().all(|f| f.cc != cc) {
+                    return no_kernel("attention modules");
+                }
+                let [_, of_stream, heads, streams] = m.tensor(q).ne();
+                return self.check_queries(of_stream, heads, streams);
+            }
             Threshold::Rows { weight, input } => (m.tensor(weight), m.tensor(input).n_rows()),
             Threshold::Routed { weight, ids } => (m.tensor(weight), m.tensor(ids).ne()[1]),
         };
@@ -96,13 +136,11 @@ impl Thresholds {
             .dtype()
             .map_or_else(|| format!("type {}", weight.raw().dtype), |d| d.name().to_owned());
         let least = weight.dtype().and_then(|d| match threshold {
-            Threshold::Rows { .. } => self.least_tokens(cc, d),
             Threshold::Routed { .. } => self.least_routed_tokens(cc, d),
+            _ => self.least_tokens(cc, d),
         });
         match least {
-            None if FAMILIES.iter().all(|f| f.cc != cc) => {
-                Err(Decline::new("kernel", format!("no mat-muls for sm_{cc}")))
-            }
+            None if FAMILIES.iter().all(|f| f.cc != cc) => no_kernel("mat-muls"),
             None => Err(Decline::new("weight type", format!("{weight:?}: no kernel for {name}"))),
             Some(least) if n_tokens < least => {
                 let detail = match least {
@@ -137,8 +175,39 @@ mod tests {
     }
 
     #[test]
+    fn few_queries_decline() {
+        let verdict = |t: Thresholds, of_stream, heads, streams| t.check_queries(of_stream, heads, streams).is_ok();
+        let measured = Thresholds::default();
+        for (of_stream, heads, streams, fires) in [
+            (512, 32, 1, true),
+            (511, 32, 1, false),
+            (128, 32, 4, true),
+            (64, 32, 8, true),
+            // Tiles less than half full.
+            (32, 32, 16, false),
+            // 4 heads: 16 tiles make 64 blocks.
+            (2048, 4, 1, true),
+            (1024, 4, 1, false),
+        ] {
+            assert_eq!(
+                verdict(measured, of_stream, heads, streams),
+                fires,
+                "{of_stream} {heads} {streams}"
+            );
+        }
+        let given = Thresholds {
+            fa4_min_tokens: Some(8),
+            ..measured
+        };
+        assert!(verdict(given, 2, 1, 4) && !verdict(given, 7, 100, 1));
+    }
+
+    #[test]
     fn one_number_overrides_all() {
-        let all = Thresholds { mm_min_tokens: Some(7) };
+        let all = Thresholds {
+            mm_min_tokens: Some(7),
+            ..Thresholds::default()
+        };
         assert!(MM_WEIGHT_TYPES
             .iter()
             .all(|&d| all.least_tokens(90, d) == Some(7) && all.least_routed_tokens(90, d) == Some(7)));

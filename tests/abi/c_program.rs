@@ -56,6 +56,7 @@ fn a_c_program_drives_the_library() {
     );
 
     run(Command::new(&program).arg("off").env("GGML_FLASHRT_DISABLE", "1"));
+    run(Command::new(&program).arg("unheard").env("GGML_FLASHRT_STATS", "1"));
 }
 
 #[test]

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Drives the C interface from outside, on a build without kernels. `drive` or `drive off` (GGML_FLASHRT_DISABLE is set).
+// Drives the C interface from outside, on a build without kernels. `drive`, `drive off` (GGML_FLASHRT_DISABLE is set) or
+// `drive unheard` (stderr is a pipe that nobody reads; GGML_FLASHRT_STATS=1).
 #include "flashrt.h"
 #include "flashrt.h"  // a header that a host includes twice
 
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define CHECK(condition)                                                                       \
     do {                                                                                       \
@@ -133,6 +136,24 @@ static void check_evaluations(const cgraph_t * graph, int off) {
     flashrt_context_free(host.context);
 }
 
+// A server whose log was piped to a program that has ended. Lines are lost; neither the library nor the process stops for that.
+static void check_unheard(const cgraph_t * graph) {
+    int ends[2];
+    CHECK(signal(SIGPIPE, SIG_IGN) != SIG_ERR && pipe(ends) == 0 && close(ends[0]) == 0);
+    CHECK(dup2(ends[1], STDERR_FILENO) == STDERR_FILENO);
+    flashrt_host host = good_host();
+    host.log          = NULL;
+    host.abi_version++;
+    if (flashrt_eval_begin(&host, graph) != FLASHRT_STATUS_ABI_MISMATCH) {
+        exit(2);
+    }
+    host.abi_version--;
+    if (flashrt_eval_begin(&host, graph) != FLASHRT_STATUS_DISABLED) {
+        exit(3);
+    }
+    exit(flashrt_eval_end(&host) == FLASHRT_STATUS_OK ? 0 : 4);  // and prints the table
+}
+
 static void check_stats(void) {
     size_t needed = 0;
     CHECK(flashrt_stats(NULL, 0, &needed) == FLASHRT_STATUS_BUFFER_TOO_SMALL);
@@ -182,6 +203,9 @@ int main(int argc, char ** argv) {
     SET(graph, CGRAPH_n_nodes, n_nodes);
     SET(graph, CGRAPH_nodes, node_list);
 
+    if (argc > 1 && strcmp(argv[1], "unheard") == 0) {
+        check_unheard(&graph);
+    }
     check_bad_arguments(&graph);
     check_version_mismatch(&graph);
     check_evaluations(&graph, off);

@@ -5,8 +5,8 @@ use ggml_flashrt::cache::{BlockSource, TICKET_BYTES};
 use ggml_flashrt::graph::dump::{GraphRecord, TensorRecord};
 use ggml_flashrt::graph::{DType, Op, OwnedGraph, FLAG_COMPUTE};
 use ggml_flashrt::kernel::{
-    moe_max_rows, CudaError, DecAttnArgs, GemvArgs, H16Args, Launch, MmArgs, MoeH16Args, MoeMmArgs, MoeRouteArgs,
-    NormArgs, QkvPart, QkvTailArgs, H16,
+    moe_max_rows, CudaError, DecAttnArgs, GemvArgs, H16Args, Launch, MaskTilesArgs, MmArgs, MoeH16Args, MoeMmArgs,
+    MoeRouteArgs, NormArgs, PrefillFa4Args, QkvPart, QkvTailArgs, H16,
 };
 use ggml_flashrt::window::engine::{Backend, Engine, EvalStatus};
 use ggml_flashrt::window::settings::Settings;
@@ -136,6 +136,13 @@ impl Memory {
         }
     }
 
+    /// Fills a contiguous tensor of f16.
+    pub fn set_f16s(&mut self, t: &TensorRecord, values: impl IntoIterator<Item = f64>) {
+        for (i, v) in values.into_iter().enumerate() {
+            self.write_bytes(t.data as usize + 2 * i, &f16::from_f64(v).to_le_bytes());
+        }
+    }
+
     fn f32(&self, address: usize) -> f64 {
         f64::from(f32::from_le_bytes(self.at(address, 4).try_into().unwrap()))
     }
@@ -261,8 +268,14 @@ fn rotate(v: &mut [f64], pos: f64, r: &Rotation) {
 }
 
 /// Attention of one query; a row is its key, its value and what the mask adds to its score.
-fn attend(q: &[f64], scale: f64, softcap: f64, rows: impl Iterator<Item = (Vec<f64>, Vec<f64>, f64)>) -> Vec<f64> {
-    let (mut total, mut out) = (0.0, vec![0.0; q.len()]);
+fn attend(
+    n_v: usize,
+    q: &[f64],
+    scale: f64,
+    softcap: f64,
+    rows: impl Iterator<Item = (Vec<f64>, Vec<f64>, f64)>,
+) -> Vec<f64> {
+    let (mut total, mut out) = (0.0, vec![0.0; n_v]);
     for (k, v, bias) in rows {
         let mut score = scale * q.iter().zip(&k).map(|(q, k)| q * k).sum::<f64>();
         if softcap != 0.0 {
@@ -395,11 +408,11 @@ pub fn run_node(m: &mut Memory, g: &GraphRecord, id: usize) {
                 param(t, 1) == 0 && t.src.len() <= 4,
                 "no interpreter for ALiBi and sinks"
             );
-            let (group, dims) = ((q.ne[2] / k.ne[2]) as usize, q.ne[0] as usize);
+            let (group, dims_v) = ((q.ne[2] / k.ne[2]) as usize, v.ne[0] as usize);
             for i in indices([1, q.ne[2], q.ne[1], q.ne[3]]) {
                 let (head, token, stream) = (i[1], i[2], i[3]);
                 let row = |x: &TensorRecord, at: [usize; 3]| -> Vec<f64> {
-                    (0..dims)
+                    (0..x.ne[0] as usize)
                         .map(|d| m.load(element(x, [d, at[0], at[1], at[2]]), x.dtype))
                         .collect()
                 };
@@ -412,7 +425,7 @@ pub fn run_node(m: &mut Memory, g: &GraphRecord, id: usize) {
                         bias,
                     )
                 });
-                out.extend(attend(&query, param_f(t, 0), param_f(t, 2), rows));
+                out.extend(attend(dims_v, &query, param_f(t, 0), param_f(t, 2), rows));
             }
         }
         other => panic!("no interpreter for {other:?}"),
@@ -680,7 +693,104 @@ fn run_dec_attn(m: &mut Memory, a: &DecAttnArgs) {
                     let bias = if a.mask.is_null() { 0.0 } else { f16s(m, bias, 1)[0] };
                     (f16s(m, k, n), f16s(m, v, n), bias)
                 });
-                for value in attend(&q, a.scale.into(), a.softcap.into(), rows) {
+                for value in attend(n, &q, a.scale.into(), a.softcap.into(), rows) {
+                    m.store(dst, DType::F32 as i32, value);
+                    dst += 4;
+                }
+            }
+        }
+    }
+}
+
+/// Lists and kinds of tiles, as `frt_mask_tiles` leaves them.
+fn run_mask_tiles(m: &mut Memory, a: &MaskTilesArgs) {
+    let (token_tiles, key_tiles) = (
+        (a.n_tokens as usize).div_ceil(a.tile_m as usize),
+        (a.n_kv as usize).div_ceil(a.tile_n as usize),
+    );
+    for row in 0..a.n_planes as usize * token_tiles {
+        let (plane, first_token) = (row / token_tiles, row % token_tiles * a.tile_m as usize);
+        let (mut partial, mut full) = (0, 0);
+        for tile in 0..key_tiles {
+            let first_key = tile * a.tile_n as usize;
+            let tokens = first_token..(first_token + a.tile_m as usize).min(a.n_tokens as usize);
+            let keys = first_key..(first_key + a.tile_n as usize).min(a.n_kv as usize);
+            let at = |t: usize, k: usize| {
+                a.mask as usize + plane * a.plane_bytes as usize + t * a.token_bytes as usize + 2 * k
+            };
+            let values: Vec<f64> = tokens
+                .flat_map(|t| keys.clone().map(move |k| (t, k)))
+                .map(|(t, k)| m.load(at(t, k), DType::F16 as i32))
+                .collect();
+            let (count, index) = match values {
+                v if v.iter().all(|&v| v == f64::NEG_INFINITY) => continue,
+                v if v.iter().all(|&v| v == 0.0) => (&mut full, a.tiles.full_index),
+                _ => (&mut partial, a.tiles.partial_index),
+            };
+            m.write_bytes(
+                index as usize + 4 * (row * key_tiles + *count),
+                &(tile as i32).to_le_bytes(),
+            );
+            *count += 1;
+        }
+        m.write_bytes(
+            a.tiles.partial_count as usize + 4 * row,
+            &(partial as i32).to_le_bytes(),
+        );
+        m.write_bytes(a.tiles.full_count as usize + 4 * row, &(full as i32).to_le_bytes());
+    }
+}
+
+/// Looks at no key but those of the listed tiles, and at the mask in partial ones alone: lists of another mask give another result.
+fn run_prefill_fa4(m: &mut Memory, a: &PrefillFa4Args) {
+    let (n, n_v) = (a.head_dim as usize, a.head_dim_v as usize);
+    let (tile_m, tile_n) = (a.tile_m as usize, a.tile_n as usize);
+    let token_tiles = (a.mask_tokens as usize).div_ceil(tile_m);
+    let key_tiles = (a.n_kv as usize).div_ceil(tile_n);
+    let rows = a.n_streams as usize * a.n_tokens as usize * a.n_heads as usize;
+    for i in 0..rows * (n + n_v) {
+        m.write_bytes(a.scratch as usize + 2 * i, &[0xee, 0xee]);
+    }
+    let mut dst = a.dst as usize;
+    for stream in 0..i64::from(a.n_streams) {
+        for token in 0..a.n_tokens as usize {
+            for head in 0..a.n_heads {
+                let head_kv = i64::from(head / (a.n_heads / a.n_heads_kv));
+                let f16s = |m: &Memory, address: i64, n: usize| -> Vec<f64> {
+                    (0..n)
+                        .map(|i| m.load(address as usize + 2 * i, DType::F16 as i32))
+                        .collect()
+                };
+                let plane = if a.mask_stream_bytes == 0 {
+                    0
+                } else {
+                    stream as usize * token_tiles
+                };
+                let row = plane + token / tile_m;
+                let listed = |m: &Memory, count: *mut i32, index: *mut i32| -> Vec<usize> {
+                    let n = m.index(count as usize, DType::I32 as i32, row) as usize;
+                    (0..n)
+                        .map(|i| m.index(index as usize, DType::I32 as i32, row * key_tiles + i) as usize)
+                        .collect()
+                };
+                let partial = listed(m, a.tiles.partial_count, a.tiles.partial_index);
+                let full = listed(m, a.tiles.full_count, a.tiles.full_index);
+                let seen = |key: &i64| [&partial, &full].iter().any(|l| l.contains(&(*key as usize / tile_n)));
+                let q = a.q as i64
+                    + stream * a.q_stream_bytes
+                    + token as i64 * a.q_token_bytes
+                    + i64::from(head) * a.q_head_bytes;
+                let q = m.f32s(q as usize, n);
+                let rows = (0..i64::from(a.n_kv)).filter(seen).map(|row| {
+                    let k = a.k as i64 + stream * a.k_stream_bytes + head_kv * a.k_head_bytes + row * a.k_row_bytes;
+                    let v = a.v as i64 + stream * a.v_stream_bytes + head_kv * a.v_head_bytes + row * a.v_row_bytes;
+                    let bias =
+                        a.mask as i64 + stream * a.mask_stream_bytes + token as i64 * a.mask_token_bytes + 2 * row;
+                    let masked = partial.contains(&(row as usize / tile_n));
+                    let bias = if masked { f16s(m, bias, 1)[0] } else { 0.0 };
+                    (f16s(m, k, n), f16s(m, v, n_v), bias)
+                });
+                for value in attend(n_v, &q, a.scale.into(), 0.0, rows) {
                     m.store(dst, DType::F32 as i32, value);
                     dst += 4;
                 }
@@ -748,6 +858,8 @@ impl Backend for FakeDevice {
             KernelCall::Norm(a) => run_norm(&mut m, &a),
             KernelCall::Gemv(a) => run_gemv(&mut m, &a),
             KernelCall::DecAttn(a) => run_dec_attn(&mut m, &a),
+            KernelCall::MaskTiles(a) => run_mask_tiles(&mut m, &a),
+            KernelCall::PrefillFa4(a) => run_prefill_fa4(&mut m, &a),
             KernelCall::Mm(a) => run_mm(&mut m, &a),
             KernelCall::ToH16(a) => run_to_h16(&mut m, &a),
             KernelCall::MoeRoute(a) => run_moe_route(&mut m, &a),
@@ -784,9 +896,10 @@ pub struct FusedRun {
 /// Tokens from which on tests let mat-mul windows fire: one more than the mat-vec windows take.
 pub const MANY_TOKENS: i64 = 5;
 
-/// Mat-muls from [`MANY_TOKENS`] on.
+/// Mat-muls and attention modules from [`MANY_TOKENS`] on.
 pub const FROM_MANY: Thresholds = Thresholds {
     mm_min_tokens: Some(MANY_TOKENS),
+    fa4_min_tokens: Some(MANY_TOKENS),
 };
 
 /// Settings with every window on, also those that wait for their evidence, and mat-muls from [`MANY_TOKENS`] on.
@@ -814,6 +927,17 @@ pub fn run_fused_from(thresholds: Thresholds, record: &GraphRecord, memory: &Mem
 
 /// The host's loop around an engine.
 pub fn run_with(engine: &Engine, device: &FakeDevice, owned: &OwnedGraph, record: &GraphRecord) -> FusedRun {
+    run_asking(engine, device, owned, record, |_| true)
+}
+
+/// The host's loop, which asks about some nodes only: the others it takes together with the node before them.
+pub fn run_asking(
+    engine: &Engine,
+    device: &FakeDevice,
+    owned: &OwnedGraph,
+    record: &GraphRecord,
+    asks: impl Fn(usize) -> bool,
+) -> FusedRun {
     let (host, graph) = (owned.host(), owned.graph());
     engine.eval_begin(&host, graph);
     let mut taken = Vec::new();
@@ -824,7 +948,8 @@ pub fn run_with(engine: &Engine, device: &FakeDevice, owned: &OwnedGraph, record
             i += 1;
             continue;
         }
-        match engine.fuse(&host, graph, i) {
+        let taken_now = if asks(i) { engine.fuse(&host, graph, i) } else { 0 };
+        match taken_now {
             0 => {
                 run_node(&mut device.memory.lock().unwrap(), record, record.nodes[i]);
                 i += 1;

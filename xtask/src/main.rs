@@ -3,6 +3,7 @@
 mod bundle;
 mod context;
 mod demo;
+mod fa4;
 mod fetch;
 mod files;
 mod header;
@@ -51,6 +52,8 @@ enum Command {
     Host(host::HostArgs),
     /// Pack host binaries, kernels and GPU tests for a GPU machine that has no tool chain
     Bundle(bundle::BundleArgs),
+    /// Compile the attention modules of feature `fa4`
+    Fa4(fa4::Fa4Args),
     /// Format the Rust sources
     Fmt(CheckArg),
     /// Run clippy over the workspace in every feature set
@@ -94,6 +97,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Test(args) => test::run(&context, &args),
         Command::Host(args) => host::run(&context, &args),
         Command::Bundle(args) => bundle::run(&context, &args),
+        Command::Fa4(args) => fa4::run(&context, &args),
         Command::Fmt(arg) => style::fmt(&context, arg.check),
         Command::Lint => style::lint(&context),
         Command::Header(arg) => style::header(&context, arg.check),

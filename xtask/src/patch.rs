@@ -152,7 +152,20 @@ pub fn sync(tree: &Path, patched: &Patched, copy: &Path) -> Result<()> {
             continue;
         }
         let (from, to) = (entry.path(), copy.join(&inner));
-        let meta = fs::metadata(from).at("read", from)?;
+        let meta = match fs::metadata(from) {
+            Err(_) if entry.path_is_symlink() => continue, // leads nowhere
+            meta => meta.at("read", from)?,
+        };
+        if meta.is_dir() {
+            // A link, say to a directory of models: not to be copied, and it stays what it is.
+            files::create_dir(to.parent().expect("lies in the copy"))?;
+            files::symlink(&from.canonicalize().at("resolve", from)?, &to)?;
+            wanted.insert(inner);
+            continue;
+        }
+        if !meta.is_file() {
+            continue;
+        }
         let modified = meta.modified().at("read", from)?;
         let same = fs::metadata(&to).is_ok_and(|m| m.len() == meta.len() && m.modified().is_ok_and(|t| t == modified));
         if !same {
@@ -267,6 +280,30 @@ index 1111111..2222222 100644
         assert_eq!(fs::read_to_string(copy.join("c")).unwrap(), "changed");
         assert_eq!(fs::read_to_string(copy.join("ggml/b.txt")).unwrap(), "--- b\nc\n");
         assert!(!copy.join("stray").exists());
+    }
+
+    /// A user's tree may link its models from elsewhere.
+    #[test]
+    fn links_of_a_tree_are_kept_or_followed_and_lead_nowhere_at_worst() {
+        let (dir, tree, patches) = tree();
+        let link = |to: &Path, name: &str| std::os::unix::fs::symlink(to, tree.join(name)).unwrap();
+        let models = dir.path().join("models");
+        files::write(&models.join("m.gguf"), "m").unwrap();
+        link(&models, "models");
+        link(&models.join("m.gguf"), "m.gguf");
+        link(Path::new("../gone"), "gone");
+        let copy = dir.path().join("copy");
+        let patched = fitting(&tree, &patches, Kind::Hook).unwrap();
+        for _ in 0..2 {
+            sync(&tree, &patched, &copy).unwrap();
+            assert_eq!(
+                fs::read_link(copy.join("models")).unwrap(),
+                models.canonicalize().unwrap()
+            );
+            assert_eq!(fs::read_to_string(copy.join("m.gguf")).unwrap(), "m");
+            assert!(!copy.join("gone").exists());
+        }
+        assert!(models.join("m.gguf").is_file());
     }
 
     #[test]

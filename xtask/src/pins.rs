@@ -2,6 +2,7 @@
 
 use anyhow::{bail, ensure, Context as _, Result};
 use serde::Deserialize;
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// One file of a package index.
@@ -24,6 +25,16 @@ pub struct Artifact {
 pub struct Tool {
     /// What it belongs to: fetch, cmake, ninja or cuda.
     pub group: String,
+    /// The wheel.
+    #[serde(flatten)]
+    pub artifact: Artifact,
+}
+
+/// A wheel for the environment that compiles attention modules.
+#[derive(Debug, Deserialize)]
+pub struct Fa4 {
+    /// The only Python it is for, such as cp311; without one for all.
+    pub python: Option<String>,
     /// The wheel.
     #[serde(flatten)]
     pub artifact: Artifact,
@@ -88,6 +99,8 @@ pub struct Pins {
     /// The environment.
     #[serde(rename = "tool")]
     pub tools: Vec<Tool>,
+    /// The environment of `cargo xtask fa4`.
+    pub fa4: Vec<Fa4>,
     /// llama.cpp, by version.
     pub llama: Vec<Llama>,
     /// The model.
@@ -123,7 +136,8 @@ impl Pins {
             .iter()
             .chain([&self.model.terms])
             .map(|part| &part.artifact);
-        tools.chain(llama).chain(model)
+        let fa4 = self.fa4.iter().map(|wheel| &wheel.artifact);
+        tools.chain(fa4).chain(llama).chain(model)
     }
 
     /// Wheels of a group.
@@ -132,6 +146,18 @@ impl Pins {
             .iter()
             .filter(move |tool| tool.group == group)
             .map(|tool| &tool.artifact)
+    }
+
+    /// What attention modules are compiled with, for a Python such as cp311.
+    pub fn fa4<'a>(&'a self, python: &'a str) -> Result<Vec<&'a Artifact>> {
+        let pythons: BTreeSet<&str> = self.fa4.iter().filter_map(|wheel| wheel.python.as_deref()).collect();
+        ensure!(
+            pythons.contains(python),
+            "attention modules are compiled with Python {pythons:?}, and python3 is {python}: install one of them and put it first \
+             on PATH"
+        );
+        let fits = |wheel: &&Fa4| wheel.python.as_ref().is_none_or(|p| p == python);
+        Ok(self.fa4.iter().filter(fits).map(|wheel| &wheel.artifact).collect())
     }
 
     /// The version that is built and run.
@@ -164,6 +190,21 @@ mod tests {
         for group in ["fetch", "cmake", "ninja", "cuda"] {
             assert!(pins.tools(group).next().is_some(), "{group}");
         }
+    }
+
+    #[test]
+    fn every_python_has_the_same_packages_for_attention_modules() {
+        let pins = Pins::parse(OWN).unwrap();
+        let packages = |python: &str| -> Vec<String> {
+            let wheels = pins.fa4(python).unwrap();
+            wheels.iter().map(|w| format!("{} {}", w.package, w.version)).collect()
+        };
+        assert_eq!(packages("cp311").len(), 11);
+        for python in ["cp312", "cp313"] {
+            assert_eq!(packages(python), packages("cp311"));
+        }
+        let error = pins.fa4("cp39").unwrap_err().to_string();
+        assert!(error.contains("cp39") && error.contains("cp312"), "{error}");
     }
 
     #[test]

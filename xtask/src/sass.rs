@@ -50,6 +50,30 @@ pub fn gate(context: &Context, cuda: &Cuda, archive: &Path) -> Result<String> {
     ))
 }
 
+/// Checks an object of an attention module: its kernel lies in the host's data as machine code of its own.
+pub fn attention(context: &Context, cuda: &Cuda, object: &Path) -> Result<()> {
+    let bytes = std::fs::read(object).with_context(|| format!("cannot read {}", object.display()))?;
+    let start = bytes.windows(4).skip(1).position(|four| four == b"\x7fELF");
+    let start = start.with_context(|| format!("{} holds no machine code", object.display()))? + 1;
+    let cubin = tempfile::Builder::new()
+        .suffix(".cubin")
+        .tempfile()
+        .context("a temporary file")?;
+    std::fs::write(cubin.path(), &bytes[start..]).context("a temporary file")?;
+    let kernels = parse(&cuobjdump(context, cuda, "-sass", cubin.path())?);
+    ensure!(!kernels.is_empty(), "{} holds no kernel", object.display());
+    for kernel in &kernels {
+        ensure!(
+            kernel.spills == 0,
+            "{}: {} spills to local memory",
+            object.display(),
+            kernel.spills
+        );
+        ensure!(kernel.wgmma > 0, "{} multiplies without HGMMA", object.display());
+    }
+    Ok(())
+}
+
 fn faults(kernel: &Kernel) -> Vec<String> {
     let Kernel {
         object,

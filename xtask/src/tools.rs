@@ -193,7 +193,8 @@ fn line(artifact: &Artifact) -> String {
     format!("{} {}", artifact.sha256, artifact.file)
 }
 
-fn ensure_venv(context: &Context, venv: &Path, wanted: &[&Artifact]) -> Result<()> {
+/// An environment with at least these wheels.
+pub fn ensure_venv(context: &Context, venv: &Path, wanted: &[&Artifact]) -> Result<()> {
     let stamp = fs::read_to_string(venv.join(STAMP)).unwrap_or_default();
     let installed: Vec<&str> = stamp.lines().collect();
     if wanted
@@ -283,7 +284,8 @@ pub fn create_venv(context: &Context, dir: &Path) -> Result<()> {
     }
 }
 
-fn site_packages(venv: &Path) -> Result<PathBuf> {
+/// Where an environment keeps its packages.
+pub fn site_packages(venv: &Path) -> Result<PathBuf> {
     let lib = venv.join("lib");
     let entries = fs::read_dir(&lib).at("list", &lib)?.flatten();
     let found = entries

@@ -101,3 +101,29 @@ pub fn table<const N: usize>(head: [&str; N], rows: &[[String; N]]) -> String {
         .collect();
     line(head.to_vec()) + &body
 }
+
+/// A number of bytes to read: three digits or more of the largest unit that leaves no zero before the point.
+pub fn size(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let unit = (0..UNITS.len()).rev().find(|u| bytes >> (10 * u) > 0).unwrap_or(0);
+    if unit == 0 {
+        return format!("{bytes} B");
+    }
+    format!("{:.2} {}", bytes as f64 / (1u64 << (10 * unit)) as f64, UNITS[unit])
+}
+
+/// Reads a number of bytes as it is written by hand: `4GiB`, `512M`, `1000`.
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let shift = match &text[digits..] {
+        "" | "B" => 0,
+        "K" | "KiB" => 10,
+        "M" | "MiB" => 20,
+        "G" | "GiB" => 30,
+        unit => return Err(format!("{unit:?} is no unit: B, KiB, MiB or GiB")),
+    };
+    let number: u64 = text[..digits]
+        .parse()
+        .map_err(|_| "a whole number and a unit, as in 4GiB".to_owned())?;
+    number.checked_mul(1 << shift).ok_or_else(|| "too large".to_owned())
+}

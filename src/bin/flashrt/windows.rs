@@ -17,12 +17,13 @@ pub struct Args {
 /// Prints the table.
 pub fn run(args: Args) -> Result<()> {
     let settings = Settings::from_env();
+    settings.warnings.iter().for_each(|w| eprintln!("flashrt: {w}"));
     let status = |index: usize| match () {
         () if !window::compiled() => "not compiled (no CUDA)",
         () if settings.disabled => "off (GGML_FLASHRT_DISABLE)",
         () if settings.off[index] && !WINDOWS[index].on_by_default => "off (until its switch is 0)",
         () if settings.off[index] => "off (its switch)",
-        () => "on",
+        () => window::lacks(WINDOWS[index]).unwrap_or("on"),
     };
     if args.json {
         let windows: Vec<_> = WINDOWS
@@ -40,7 +41,7 @@ pub fn run(args: Args) -> Result<()> {
             .collect();
         let archs = ggml_flashrt::kernel::archs();
         let all = serde_json::json!({"windows": windows, "thresholds": thresholds, "compiled": window::compiled(),
-            "archs": archs});
+            "archs": archs, "attention_modules": ggml_flashrt::kernel::prefill_fa4_modules()});
         return output::print(&format!("{all:#}\n"));
     }
     let rows: Vec<_> = WINDOWS
@@ -72,8 +73,13 @@ pub fn run(args: Args) -> Result<()> {
         .map(|(cc, name, least, routed)| [format!("sm_{cc}a"), name.to_owned(), tokens(least), tokens(routed)])
         .collect();
     let switches: Vec<_> = SWITCHES.iter().map(|s| [s.name.into(), s.does.into()]).collect();
+    let archs = ggml_flashrt::kernel::archs();
+    let kernels = match archs.as_str() {
+        "" => "none: built without CUDA",
+        archs => archs,
+    };
     output::print(&format!(
-        "{}\n{} take products, {} those of experts, from so many tokens on ({from}):\n{}\n{}",
+        "kernels: {kernels}\n\n{}\n{} take products, {} those of experts, from so many tokens on ({from}):\n{}\n{}",
         output::table(["window", "archs", "status", "switch", "computes"], &rows),
         takers(false),
         takers(true),
