@@ -49,6 +49,8 @@ PROMPTS = [
     "A recipe for apple pie:\n-",
 ]
 OFF = {"GGML_FLASHRT_DISABLE": "1"}
+# Windows for many tokens at a time.
+PREFILL = {"PREFILL_FA4", "GEGLU_FFN", "MM_RES", "MM_PREFILL", "MOE_FFN", "MOE_PREFILL"}
 # Gaps up to this many times the noise are ties, and fewer common steps than these do not tell the noise.
 TIE, LEAST_STEPS = 4, 50
 START_S, ANSWER_S, TOOL_S = 120, 120, 120
@@ -413,6 +415,22 @@ def two_slots(p):
         alone = server.one_by_one(PROMPTS, 128)
         together = [text for i in range(0, len(PROMPTS), 2) for text in server.texts(PROMPTS[i : i + 2], 128)]
     return f"{alike(alone, together)}; fired {p.must_have_fired(server.stats)}"
+
+
+@case("B24")
+def long_prompts_on_four_slots(p):
+    """Prompts longer than a sliding window, on four slots at once: the same keys are seen as without windows."""
+    words = random.Random(24)
+    known = " ".join(PROMPTS).split()
+    prompts = [" ".join(words.choices(known, k=700)) + "\n" + start for start in PROMPTS[:4]]
+    runs = []
+    for settings in ({}, OFF):
+        with Server(p, "-np", 4, "-ub", 2048, "-b", 2048, settings=settings, context=8192) as server:
+            runs.append(server.texts(prompts, 96))
+        if not settings:
+            fired = p.must_have_fired(server.stats)
+            prefill = {n: w["fired"] for n, w in (server.stats or {}).get("windows", {}).items() if n in PREFILL and w["fired"]}
+    return f"{alike(*runs)}; fired {fired}, of those for prompts {prefill or 'none'}"
 
 
 @case("two-gpus")
