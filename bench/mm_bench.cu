@@ -4,9 +4,9 @@
 //   nvcc -O3 -std=c++17 -DFRT_ARCHS='"sm_90a"' -gencode arch=compute_90a,code=sm_90a bench/mm_bench.cu csrc/mm/*.cu csrc/moe/*.cu -o mm_bench
 //   ./mm_bench [--json] [type k n_rows n_tokens glu]...
 //
-// One line per shape and cut, tile width x blocks that share a tile (0 x 0: what frt_mm chooses): microseconds (median of 30, CUDA events
-// around 4 calls that alternate between 4 copies of the weights) and TFLOP/s. Weights and activations are random; results are compared
-// between cuts of as many blocks.
+// One line per shape and cut, tile width x blocks that share a tile (0 x 0: what frt_mm chooses): microseconds and TFLOP/s. A figure is the
+// median of 30 samples: CUDA events around 4 calls that alternate between 4 copies of the weights, after a rest. Weights and activations
+// are random; results are compared between cuts of as many blocks.
 // With --json one object per shape: TFLOP/s of each of the 30 samples, activation convert included, at the chosen cut.
 #include "../csrc/mm/mm.cuh"
 #include <algorithm>
@@ -15,6 +15,7 @@
 #include <cstring>
 #include <functional>
 #include <random>
+#include <unistd.h>
 #include <vector>
 
 #define CHECK(call)                                                                                     \
@@ -39,12 +40,16 @@ static const Type kTypes[] = {
     {"iq4_xs", 23, 256, 136, {0}}, {"mxfp4", 39, 32, 17, {}},  {"nvfp4", 40, 64, 36, {}},
 };
 
+// Before each sample. Tensor cores that run for some tens of milliseconds without a pause reach the GPU's power limit, and the clock falls.
+static const int kRestUs = 20000;
+
 static std::vector<float> samples_us(cudaStream_t stream, const std::function<void(int)> & call) {
     cudaEvent_t a, b;
     CHECK(cudaEventCreate(&a));
     CHECK(cudaEventCreate(&b));
     std::vector<float> us;
     for (int i = 0; i < 33; ++i) {
+        usleep(kRestUs);
         CHECK(cudaEventRecord(a, stream));
         for (int j = 0; j < 4; ++j) {
             call(j);
