@@ -372,12 +372,13 @@ def adapter_scales(p):
     """A LoRA's scale changes between requests of one process: windows decline or match."""
     lora = p.file(".gguf")
     write_lora(lora, p.args.model)
-    prompts, n = PROMPTS[:4], 64
-    with Server(p) as plain:
+    prompts, n = PROMPTS, 64
+    # One slot: with several, what other slots still hold changes how keys are split among blocks, and ties.
+    with Server(p, "-np", 1) as plain:
         without = plain.one_by_one(prompts, n)
     by_scale = {}
     for settings, arm in (({}, "on"), (OFF, "off")):
-        with Server(p, "--lora", lora, "--lora-init-without-apply", settings=settings) as server:
+        with Server(p, "-np", 1, "--lora", lora, "--lora-init-without-apply", settings=settings) as server:
             for scale in (0.0, 1.0, 0.0, 0.5, 1.0):
                 server.request("/lora-adapters", [{"id": 0, "scale": scale}])
                 got = server.one_by_one(prompts, n)
