@@ -7,15 +7,16 @@
 //   ./attn_bench [--json] [head_dim head_dim_v heads heads_kv tokens keys window]...
 //
 // Token t of n sees keys up to keys - n + t, with a window > 0 only so many of them, as llama.cpp's mask has it. One line per shape and
-// module: microseconds (median of 30, CUDA events around 4 calls that alternate between 4 copies of all operands) and TFLOP/s on the pairs
-// that the mask lets through. Rows are compared with f64 on the host. With --json one object per shape: TFLOP/s of each of the 30 samples
-// of the module alone, and of converts, module and scan together.
+// module: microseconds and TFLOP/s on the pairs that the mask lets through. A figure is the median of 30 samples: CUDA events around 4
+// calls that alternate between 4 copies of all operands, after a rest. Rows are compared with f64 on the host. With --json one object per
+// shape: TFLOP/s of each of the 30 samples of the module alone, and of converts, module and scan together.
 #include "../csrc/attention/prefill_fa4.cu"
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <random>
+#include <unistd.h>
 #include <vector>
 
 #define CHECK(call)                                                                                     \
@@ -29,12 +30,16 @@
 
 static const int kCopies = 4;
 
+// Before each sample. Tensor cores that run for some tens of milliseconds without a pause reach the GPU's power limit, and the clock falls.
+static const int kRestUs = 20000;
+
 static std::vector<float> samples_us(cudaStream_t stream, const std::function<void(int)> & call) {
     cudaEvent_t a, b;
     CHECK(cudaEventCreate(&a));
     CHECK(cudaEventCreate(&b));
     std::vector<float> us;
     for (int i = 0; i < 33; ++i) {
+        usleep(kRestUs);
         CHECK(cudaEventRecord(a, stream));
         for (int j = 0; j < kCopies; ++j) {
             call(j);

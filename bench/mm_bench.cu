@@ -4,9 +4,10 @@
 //   nvcc -O3 -std=c++17 -DFRT_ARCHS='"sm_90a"' -gencode arch=compute_90a,code=sm_90a bench/mm_bench.cu csrc/mm/*.cu csrc/moe/*.cu -o mm_bench
 //   ./mm_bench [--json] [type k n_rows n_tokens glu]...
 //
-// One line per shape and tile width (0: the width that frt_mm chooses): microseconds (median of 30, CUDA events around 4 calls that
-// alternate between 4 copies of the weights) and TFLOP/s. Weights and activations are random; results are compared between tile widths.
-// With --json one object per shape: TFLOP/s of each of the 30 samples, activation convert included, at the chosen width.
+// One line per shape and cut, tile width x blocks that share a tile (0 x 0: what frt_mm chooses): microseconds and TFLOP/s. A figure is the
+// median of 30 samples: CUDA events around 4 calls that alternate between 4 copies of the weights, after a rest. Weights and activations
+// are random; results are compared between cuts of as many blocks.
+// With --json one object per shape: TFLOP/s of each of the 30 samples, activation convert included, at the chosen cut.
 #include "../csrc/mm/mm.cuh"
 #include <algorithm>
 #include <cstdio>
@@ -14,6 +15,7 @@
 #include <cstring>
 #include <functional>
 #include <random>
+#include <unistd.h>
 #include <vector>
 
 #define CHECK(call)                                                                                     \
@@ -38,12 +40,16 @@ static const Type kTypes[] = {
     {"iq4_xs", 23, 256, 136, {0}}, {"mxfp4", 39, 32, 17, {}},  {"nvfp4", 40, 64, 36, {}},
 };
 
+// Before each sample. Tensor cores that run for some tens of milliseconds without a pause reach the GPU's power limit, and the clock falls.
+static const int kRestUs = 20000;
+
 static std::vector<float> samples_us(cudaStream_t stream, const std::function<void(int)> & call) {
     cudaEvent_t a, b;
     CHECK(cudaEventCreate(&a));
     CHECK(cudaEventCreate(&b));
     std::vector<float> us;
     for (int i = 0; i < 33; ++i) {
+        usleep(kRestUs);
         CHECK(cudaEventRecord(a, stream));
         for (int j = 0; j < 4; ++j) {
             call(j);
@@ -120,8 +126,8 @@ static void shape(const Type & type, int k, int n_rows, int n_tokens, int glu, b
     const frt_h16_args convert = {x, k, {h16, scales}, k, n_tokens};
     const double flop = 2.0 * n_tokens * k * n_rows * matrices;
     const double convert_us = median_us(stream, [&](int) { CHECK(frt_to_h16(&convert, how)); });
-    std::vector<float> first, out(static_cast<size_t>(n_tokens) * n_rows);
-    for (int tokens : {256, 128, 64, 0}) {
+    std::vector<float> first[2], out(static_cast<size_t>(n_tokens) * n_rows);
+    for (frt::mm::Cut cut : {frt::mm::Cut{256, 1}, {256, 2}, {128, 1}, {128, 2}, {64, 1}, {64, 2}, {0, 0}}) {
         auto args = [&](int copy) {
             frt_mm_args a = {};
             a.type = type.number, a.glu = glu, a.w = w[copy][0], a.w2 = matrices > 1 ? w[copy][1] : nullptr;
@@ -130,12 +136,12 @@ static void shape(const Type & type, int k, int n_rows, int n_tokens, int glu, b
             return a;
         };
         if (json) {
-            if (tokens == 0) {
+            if (cut.tokens == 0) {
                 printf("{\"type\": \"%s\", \"k\": %d, \"rows\": %d, \"tokens\": %d, \"tflops\": [", type.name, k, n_rows, n_tokens);
                 const char * comma = "";
                 for (float us : samples_us(stream, [&](int i) {
                          CHECK(frt_to_h16(&convert, how));
-                         CHECK(frt::mm::mm_any(args(i), how, tokens));
+                         CHECK(frt::mm::mm_any(args(i), how, cut));
                      })) {
                     printf("%s%.2f", comma, flop / us / 1e6);
                     comma = ", ";
@@ -144,18 +150,20 @@ static void shape(const Type & type, int k, int n_rows, int n_tokens, int glu, b
             }
             continue;
         }
-        const double alone = median_us(stream, [&](int i) { CHECK(frt::mm::mm_any(args(i), how, tokens)); });
+        const double alone = median_us(stream, [&](int i) { CHECK(frt::mm::mm_any(args(i), how, cut)); });
         const double both = median_us(stream, [&](int i) {
             CHECK(frt_to_h16(&convert, how));
-            CHECK(frt::mm::mm_any(args(i), how, tokens));
+            CHECK(frt::mm::mm_any(args(i), how, cut));
         });
         CHECK(cudaMemcpy(out.data(), dst, out.size() * 4, cudaMemcpyDeviceToHost));
-        if (first.empty()) {
-            first = out;
+        bool same = cut.blocks == 0;
+        if (!same) {
+            std::vector<float> & reference = first[cut.blocks - 1];
+            reference = reference.empty() ? out : reference;
+            same = memcmp(reference.data(), out.data(), out.size() * 4) == 0;
         }
-        const bool same = memcmp(first.data(), out.data(), out.size() * 4) == 0;
-        printf("%-6s k %5d rows %6d tokens %5d glu %2d tile %3d: convert %6.1f us, mat-mul %7.1f us %4.0f TFLOP/s, both %7.1f us %4.0f TFLOP/s%s\n",
-               type.name, k, n_rows, n_tokens, glu, tokens, convert_us, alone, flop / alone / 1e6, both, flop / both / 1e6,
+        printf("%-6s k %5d rows %6d tokens %5d glu %2d cut %3d x %d: convert %6.1f us, mat-mul %7.1f us %4.0f TFLOP/s, both %7.1f us %4.0f TFLOP/s%s\n",
+               type.name, k, n_rows, n_tokens, glu, cut.tokens, cut.blocks, convert_us, alone, flop / alone / 1e6, both, flop / both / 1e6,
                same ? "" : "  DIFFERENT RESULTS");
         fflush(stdout);
     }

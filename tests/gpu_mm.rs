@@ -20,10 +20,11 @@ use gpu::{bytes, expect, strided, Gpu, H16Output, Output};
 /// Different rows of activations.
 const PERIOD: usize = 37;
 
-/// Numbers of multiprocessors to choose tiles for: a block does many tiles, a few, one. Few favour wide tiles, many narrow ones.
-fn launches(gpu: &Gpu) -> [Launch; 3] {
+/// Numbers of multiprocessors to choose tiles for: a block does many tiles, a few, one, or half of one. Few favour wide tiles, many narrow
+/// ones; with those between, the longer products here are shared by two blocks in tiles of each width.
+fn launches(gpu: &Gpu) -> [Launch; 6] {
     let launch = gpu.launch(true);
-    [1, launch.sm_count, 1 << 20].map(|sm_count| Launch { sm_count, ..launch })
+    [1, 12, 24, 48, launch.sm_count, 1 << 20].map(|sm_count| Launch { sm_count, ..launch })
 }
 
 /// Weights on both sides.
@@ -244,7 +245,7 @@ fn every_type_and_shape() {
     }
 }
 
-/// The products of one token do not depend on how many others there are.
+/// The products of one token do not depend on how many others there are, if they are too short for two blocks to share.
 #[test]
 fn a_token_alone_has_the_same_bits() {
     let Some(gpu) = Gpu::with_mat_muls() else { return };
@@ -360,7 +361,7 @@ fn every_gated_unit() {
     let Some(gpu) = Gpu::with_mat_muls() else { return };
     const KINDS: [Glu; 5] = [Glu::Reglu, Glu::Geglu, Glu::Swiglu, Glu::GegluErf, Glu::GegluQuick];
     for dtype in MM_WEIGHT_TYPES {
-        for k in [192, 1280].into_iter().filter(|k| k % dtype.block_len() == 0) {
+        for k in [192, 2048].into_iter().filter(|k| k % dtype.block_len() == 0) {
             // A tile has 64 rows of either matrix.
             for n_rows in [1, 64, 150] {
                 let mut sample = Sample::new((k + n_rows) as u64);
@@ -426,7 +427,7 @@ fn what_is_no_number_stays_with_its_token() {
 #[test]
 fn the_same_bits_in_every_run() {
     let Some(gpu) = Gpu::with_mat_muls() else { return };
-    let (n_rows, k, n_tokens) = (640, 1280, 200);
+    let (n_rows, k, n_tokens) = (640, 2048, 200);
     for dtype in [DType::Q4_K, DType::Q8_0, DType::Q6_K, DType::MXFP4] {
         let mut sample = Sample::new(10);
         let w = Weights::new(&gpu, &mut sample, dtype, (n_rows, k));

@@ -59,25 +59,39 @@ template <auto Kernel> cudaError_t allow_all_smem() {
     return err;
 }
 
+// cluster: blocks of a cluster, 1: none.
 template <auto Kernel, typename... Args>
-cudaError_t launch(frt_launch how, dim3 grid, dim3 block, size_t smem, Args &&... args) {
+cudaError_t launch_clusters(frt_launch how, int cluster, dim3 grid, dim3 block, size_t smem, Args &&... args) {
     if (smem > kDefaultSmem) {
         const cudaError_t err = allow_all_smem<Kernel>();
         if (err != cudaSuccess) {
             return err;
         }
     }
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attrs[2] = {};
+    int                 n = 0;
+    if (how.pdl && how.cc >= 90 && pdl_capable<Kernel>()) {
+        attrs[n].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attrs[n++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        attrs[n].id = cudaLaunchAttributeClusterDimension;
+        attrs[n].val.clusterDim.x = cluster, attrs[n].val.clusterDim.y = 1, attrs[n].val.clusterDim.z = 1;
+        ++n;
+    }
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = block;
     config.dynamicSmemBytes = smem;
     config.stream = static_cast<cudaStream_t>(how.stream);
-    config.attrs = &early;
-    config.numAttrs = how.pdl && how.cc >= 90 && pdl_capable<Kernel>() ? 1 : 0;
+    config.attrs = attrs;
+    config.numAttrs = n;
     return cudaLaunchKernelEx(&config, Kernel, std::forward<Args>(args)...);
+}
+
+template <auto Kernel, typename... Args>
+cudaError_t launch(frt_launch how, dim3 grid, dim3 block, size_t smem, Args &&... args) {
+    return launch_clusters<Kernel>(how, 1, grid, block, smem, std::forward<Args>(args)...);
 }
 
 }  // namespace frt

@@ -28,9 +28,6 @@ Format format_of(int32_t type) {
     }
 }
 
-
-bool aligned(const void * p, uintptr_t to) { return reinterpret_cast<uintptr_t>(p) % to == 0; }
-
 bool acceptable(const frt_gemv_args & a) {
     const Format f = format_of(a.type);
     const bool   glu = a.glu != FRT_GLU_NONE;
@@ -76,17 +73,8 @@ cudaError_t gemv_any(const frt_gemv_args & args, frt_launch how, const GemvTunin
 
 int frt_gemv_supports(int32_t type, int32_t k, int32_t n_tokens, int32_t glu) {
     const frt::Format f = frt::format_of(type);
-    if (!f.known || k < f.block || k % f.block != 0 || n_tokens < 1 || n_tokens > FRT_MAX_TOKENS) {
+    if (!f.known || k < f.block || k % f.block != 0 || n_tokens < 1 || n_tokens > FRT_MAX_TOKENS || !frt::glu_known(glu)) {
         return 0;
-    }
-    switch (glu) {
-        case FRT_GLU_NONE:
-        case FRT_GLU_REGLU:
-        case FRT_GLU_GEGLU:
-        case FRT_GLU_SWIGLU:
-        case FRT_GLU_GEGLU_ERF:
-        case FRT_GLU_GEGLU_QUICK: break;
-        default: return 0;
     }
     return frt::gemv_smem(frt::kWarps * frt::kRingBytes, k, n_tokens, f.q8) <=
            frt::device_bytes(cudaDevAttrMaxSharedMemoryPerBlockOptin);

@@ -20,6 +20,7 @@
 // Registers: at most 80 for one token, 128 for more; no spills.
 #pragma once
 #include "../common/glu.cuh"
+#include "../common/host.cuh"
 #include "../common/pdl.cuh"
 #include "../common/reduce.cuh"
 #include "../quant/q8.cuh"
@@ -336,8 +337,6 @@ inline size_t device_bytes(cudaDeviceAttr attribute) {
     }
     return static_cast<size_t>(bytes);
 }
-
-inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Measured on an H200, at 4096 x 4096 to 262144 x 640:
 //  - if one block per SM can request all of its rows before it waits for its input, or has a warp for every tile, more blocks

@@ -7,7 +7,8 @@
 //   kBlock, kBytes  weights of a block and the bytes they take
 //   kPieces, piece  the pieces of bytes that span s (kSpan weights) of a row consists of; longest: the bytes of the longest one
 //   Row             a span of a row, for a thread that has the weights 16 (4 h + quarter) .. + 15 of it for h = 0 and 1
-//     Row           piece p of the row begins at byte at[p] of its 16-byte aligned home in shared memory
+//     Row           piece p of the row begins at byte at[p] of its 16-byte aligned home in shared memory; with Skip<n> of n >= 0, which
+//                   only formats with kKnown are asked for, in word n of 16 bytes
 //     part<h>       those weights as f16, two in a word, in order
 //
 // Quants become f16 without a conversion instruction: 0x6400 | q is the f16 number 1024 + q for q < 1024, so one byte
@@ -91,43 +92,67 @@ FRT_HD void scale_all(uint32_t (&w)[8], uint32_t d, uint32_t m) {
 
 // ---- from shared memory --------------------------------------------------------------------------------------------------
 
-// N words at byte `at` of 16-byte aligned `p`, read in pieces of 16 bytes and moved into place: wherever the bytes lie, the
-// reads of a warp are free of bank conflicts when its rows are an odd multiple of 16 bytes apart. ALIGN divides `at`.
-template <int N, int ALIGN> FRT_HD void fetch(const uint8_t * p, uint32_t at, uint32_t (&out)[N]) {
-    constexpr int  kChunks = (4 * N + 16 - (ALIGN < 16 ? ALIGN : 16) + 15) / 16;
-    uint32_t       w[4 * kChunks];
-    const uint4 *  chunk = reinterpret_cast<const uint4 *>(p + (at & ~15u));
-    FRT_UNROLL
-    for (int i = 0; i < kChunks; ++i) {
-        const uint4 v = chunk[i];
-        w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
-    }
-    if constexpr (ALIGN < 16) {
-        const bool by2 = at & 8;
-        FRT_UNROLL
-        for (int i = 0; i < N + 2 && i + 2 < 4 * kChunks; ++i) {
-            w[i] = by2 ? w[i + 2] : w[i];
-        }
-    }
-    if constexpr (ALIGN < 8) {
-        const bool by1 = at & 4;
-        FRT_UNROLL
-        for (int i = 0; i < N + 1 && i + 1 < 4 * kChunks; ++i) {
-            w[i] = by1 ? w[i + 1] : w[i];
-        }
-    }
-    FRT_UNROLL
-    for (int i = 0; i < N; ++i) {
-        if constexpr (ALIGN < 4) {
-            const uint32_t next = i + 1 < 4 * kChunks ? w[i + 1] : 0;
+FRT_HD uint32_t shift_right(uint32_t low, uint32_t high, uint32_t bits) {  // below 32
 #ifdef __CUDA_ARCH__
-            out[i] = __funnelshift_r(w[i], next, (at & 3) * 8);
+    return __funnelshift_r(low, high, bits);
 #else
-            out[i] = static_cast<uint32_t>((static_cast<uint64_t>(next) << 32 | w[i]) >> (at & 3) * 8);
+    return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> bits);
 #endif
-        } else {
-            out[i] = w[i];
+}
+
+// N words at byte `at` + MORE of 16-byte aligned `p`; ALIGN divides both. Read in pieces as large as they surely lie, and moved into place
+// from there: that takes fewer instructions than to choose among the words of larger pieces.
+template <int N, int ALIGN, int MORE = 0> FRT_HD void fetch(const uint8_t * p, uint32_t at, uint32_t (&out)[N]) {
+    if constexpr (MORE % 4 != 0) {
+        return fetch<N, ALIGN>(p, at + MORE, out);
+    }
+    if constexpr (ALIGN >= 16) {
+        FRT_UNROLL
+        for (int i = 0; i < N; i += 4) {
+            const uint4 v = *reinterpret_cast<const uint4 *>(p + at + MORE + 4 * i);
+            out[i] = v.x, out[i + 1] = v.y, out[i + 2] = v.z, out[i + 3] = v.w;
         }
+    } else if constexpr (ALIGN >= 8) {
+        FRT_UNROLL
+        for (int i = 0; i < N; i += 2) {
+            const uint2 v = *reinterpret_cast<const uint2 *>(p + at + MORE + 4 * i);
+            out[i] = v.x, out[i + 1] = v.y;
+        }
+    } else {
+        const uint32_t * words = reinterpret_cast<const uint32_t *>(p + (at & ~3u) + MORE);
+        uint32_t         w[N + 1];
+        FRT_UNROLL
+        for (int i = 0; i < N + (ALIGN < 4); ++i) {
+            w[i] = words[i];
+        }
+        FRT_UNROLL
+        for (int i = 0; i < N; ++i) {
+            out[i] = ALIGN < 4 ? shift_right(w[i], w[i + 1], at % 4 * 8) : w[i];
+        }
+    }
+}
+
+// Four words that begin in word SKIP, at an even byte, of the 16 bytes that `at` lies in. Every thread of a warp has its own 16 bytes, so
+// these are read whole: smaller pieces would meet in the same banks.
+template <int SKIP> struct Skip {};
+template <int SKIP> FRT_HD void fetch(const uint8_t * p, uint32_t at, uint32_t (&out)[4], Skip<SKIP>) {
+    const uint4 * chunk = reinterpret_cast<const uint4 *>(p + (at & ~15u));
+    const uint4   a = chunk[0], b = chunk[1];
+    uint32_t      w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    constexpr int kFrom = SKIP < 0 ? 0 : SKIP;
+    if constexpr (SKIP < 0) {  // it is not known in which
+        FRT_UNROLL
+        for (int i = 0; i < 6; ++i) {
+            w[i] = at & 8 ? w[i + 2] : w[i];
+        }
+        FRT_UNROLL
+        for (int i = 0; i < 5; ++i) {
+            w[i] = at & 4 ? w[i + 1] : w[i];
+        }
+    }
+    FRT_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        out[i] = shift_right(w[kFrom + i], w[kFrom + i + 1], at % 4 * 8);
     }
 }
 
@@ -136,7 +161,7 @@ FRT_HD uint32_t u16_at(const uint8_t * p) { return *reinterpret_cast<const uint1
 // ---- blocks that follow one another ---------------------------------------------------------------------------------------
 
 template <int BLOCK, int BYTES> struct Blocks {
-    static constexpr int kBlock = BLOCK, kBytes = BYTES, kPieces = 1;
+    static constexpr int kBlock = BLOCK, kBytes = BYTES, kPieces = 1, kKnown = false;
     static constexpr int kAlign = BYTES % 16 == 0 ? 16 : BYTES % 8 == 0 ? 8 : BYTES % 4 == 0 ? 4 : BYTES % 2 == 0 ? 2 : 1;
     static constexpr int kSpanBytes = kSpan / BLOCK * BYTES;
     static FRT_HD constexpr int longest(int) { return kSpanBytes; }
@@ -152,10 +177,9 @@ template <typename F, int OFFSET, bool APART, int ALIGN = F::kAlign> struct Bloc
 
     BlockRow() = default;
     FRT_HD BlockRow(const uint8_t * row, const uint32_t (&at)[1], int, int q) : block(row + at[0] + q / 2 * F::kBytes), quarter(q) {
-        FRT_UNROLL
-        for (int h = 0; h < 2; ++h) {
-            fetch<4, ALIGN>(row, at[0] + (q / 2 + 2 * h) * F::kBytes + OFFSET + (APART ? q % 2 * 16 : 0), w[h]);
-        }
+        const uint32_t first = at[0] + q / 2 * F::kBytes + OFFSET + (APART ? q % 2 * 16 : 0);
+        fetch<4, ALIGN>(row, first, w[0]);
+        fetch<4, ALIGN, 2 * F::kBytes>(row, first, w[1]);
     }
     template <int H> FRT_HD uint32_t d(int offset = 0) const { return twice(u16_at(block + H * 2 * F::kBytes + offset)); }
 };
@@ -263,12 +287,26 @@ FRT_HD Table table_iq4() {
     return {{word_of(-127, -104, -83, -65), word_of(-49, -35, -22, -10), word_of(1, 13, 25, 38), word_of(53, 69, 89, 113)}};
 }
 
-// Twice the E2M1 numbers of a word of bytes below 16: three bits look up a magnitude, the fourth is the sign.
-FRT_HD void fp4_four(uint32_t numbers, uint32_t * out) {
-    const uint32_t low3 = pick_bytes(numbers | numbers >> 4, 0, 0x4420) & 0x7777, sign = numbers << 4 & 0x80808080;
-    four_of(pick_bytes(0x03020100, 0x0c080604, low3), k1024, k1024_plus(0), out);
-    out[0] ^= pick_bytes(sign, 0, 0x1404);
-    out[1] ^= pick_bytes(sign, 0, 0x3424);
+// Two E4M3 numbers, the first in the low byte, as f16; exact.
+FRT_HD uint32_t e4m3_two(uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint32_t f16;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(f16) : "h"(static_cast<uint16_t>(bytes)));
+    return f16;
+#else
+    // The bits of an f16 number with another bias, whose exponent cannot say NaN.
+    const uint32_t sign = (bytes & 0x80) << 8 | (bytes & 0x8000) << 16, rest = (bytes & 0x7f) << 7 | (bytes & 0x7f00) << 15;
+    return mul2(rest, twice(0x5c00)) | sign;
+#endif
+}
+
+// E2M1 numbers over 64, of the low or the high nibbles of a word. As the upper bits of E4M3's exponent and mantissa they mean just that, 0
+// and a half included.
+FRT_HD void fp4_four(uint32_t nibbles, int high, uint32_t * out) {
+    const uint32_t sign = (high ? nibbles : nibbles << 4) & 0x80808080, rest = (high ? nibbles >> 2 : nibbles << 2) & 0x1c1c1c1c;
+    const uint32_t bytes = sign | rest;
+    out[0] = e4m3_two(bytes & 0xffff);
+    out[1] = e4m3_two(bytes >> 16);
 }
 
 struct IQ4_NL : Blocks<32, 18> {
@@ -285,7 +323,7 @@ struct IQ4_NL : Blocks<32, 18> {
     };
 };
 
-// 2^(e - 128): half of what the exponent byte says, because the table holds twice the numbers.
+// 2^(e - 128): half of what the exponent byte says, so that it is not the scale that leaves f16.
 FRT_HD float e8m0_half(uint32_t e) { return f32_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23); }
 
 struct MXFP4 : Blocks<32, 17> {
@@ -294,38 +332,37 @@ struct MXFP4 : Blocks<32, 17> {
         template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
             FRT_UNROLL
             for (int i = 0; i < 4; ++i) {
-                fp4_four(nibbles_of(w[H][i], quarter % 2), out + 2 * i);
+                fp4_four(w[H][i] >> 4 * (quarter % 2), 0, out + 2 * i);
             }
+            scale_all(out, twice(0x5800));  // 128
             scale_all(out, both(fminf(e8m0_half(block[H * 2 * kBytes]), 65504.0f)));
         }
     };
 };
 
-// Half of an unsigned E4M3 number, twice; ggml reads 0x7f as 0. Its bits are those of an f16 number with another bias; subnormal ones
-// (of exponent 0) become normal with exponent 1, from which the implied one is taken away.
-FRT_HD uint32_t ue4m3_half(uint32_t x) {
-    const bool     subnormal = (x & 0x78) == 0;
-    const uint32_t bits = ((x & 0x7f) << 7) + (subnormal ? 0x2000 : 0x1c00);
-    return x == 0x7f ? 0 : sub2(twice(bits), subnormal ? twice(0x2000) : 0);
-}
-
-// Groups of 16 with a scale each, the second eight weights of a group in the high nibbles.
+// Groups of 16 with a scale each, an unsigned E4M3 number of which ggml reads 0x7f as 0; the second eight weights of a group are in the
+// high nibbles.
 struct NVFP4 : Blocks<64, 36> {
     struct Row {
         uint32_t w[2][2], scale[2];
 
         Row() = default;
         FRT_HD Row(const uint8_t * row, const uint32_t (&at)[1], int, int q) {
+            uint32_t s[2];
             FRT_UNROLL
             for (int h = 0; h < 2; ++h) {
                 fetch<2, 4>(row, at[0] + h * kBytes + 4 + q * 8, w[h]);
-                scale[h] = ue4m3_half(row[at[0] + h * kBytes + q]);
+                s[h] = row[at[0] + h * kBytes + q];
+                s[h] = s[h] == 0x7f ? 0 : s[h] & 0x7f;
             }
+            // Times 64. The bits are those of an f16 number with another bias, without a NaN.
+            const uint32_t two = mul2(s[0] << 7 | s[1] << 23, twice(0x7400));
+            scale[0] = pick_bytes(two, 0, 0x1010), scale[1] = pick_bytes(two, 0, 0x3232);
         }
         template <int H> FRT_HD void part(uint32_t (&out)[8]) const {
             FRT_UNROLL
             for (int i = 0; i < 4; ++i) {
-                fp4_four(nibbles_of(w[H][i % 2], i / 2), out + 2 * i);
+                fp4_four(w[H][i % 2], i / 2, out + 2 * i);
             }
             scale_all(out, scale[H]);
         }
@@ -379,7 +416,7 @@ struct RowK {
 };
 
 struct Q4_K {
-    static constexpr int kBlock = 256, kBytes = 144, kAlign = 16, kPieces = 2;
+    static constexpr int kBlock = 256, kBytes = 144, kAlign = 16, kPieces = 2, kKnown = false;
     static FRT_HD constexpr int longest(int p) { return p == 0 ? 16 : 64; }
     static FRT_HD Piece         piece(int span, int p) {
         const int block = span / 2 * kBytes;
@@ -407,7 +444,7 @@ struct Q4_K {
 };
 
 struct Q5_K {
-    static constexpr int kBlock = 256, kBytes = 176, kAlign = 16, kPieces = 3;
+    static constexpr int kBlock = 256, kBytes = 176, kAlign = 16, kPieces = 3, kKnown = false;
     static FRT_HD constexpr int longest(int p) { return p == 0 ? 16 : p == 1 ? 32 : 64; }
     static FRT_HD Piece         piece(int span, int p) {
         const int block = span / 2 * kBytes;
@@ -436,7 +473,7 @@ struct Q5_K {
 // Groups of 16 with an 8-bit scale. The first and the second 32 weights of a span are the low nibbles of two times 32 bytes, the third
 // and the fourth the high ones; two more bits of them lie in 32 bytes.
 struct Q6_K {
-    static constexpr int kBlock = 256, kBytes = 210, kAlign = 2, kPieces = 3;
+    static constexpr int kBlock = 256, kBytes = 210, kAlign = 2, kPieces = 3, kKnown = true;
     static FRT_HD constexpr int longest(int p) { return p == 0 ? 64 : p == 1 ? 32 : 18; }
     static FRT_HD Piece         piece(int span, int p) {
         const int block = span / 2 * kBytes, half = span % 2;
@@ -447,9 +484,10 @@ struct Q6_K {
         uint32_t l[4], h[4];  // both parts need them
 
         Row() = default;
-        FRT_HD Row(const uint8_t * row, const uint32_t (&at)[3], int span, int q) {
-            fetch<4, 2>(row, at[0] + q * 16, l);
-            fetch<4, 2>(row, at[1] + q % 2 * 16, h);
+        // All pieces begin alike modulo 16.
+        template <int SKIP> FRT_HD Row(const uint8_t * row, const uint32_t (&at)[3], int span, int q, Skip<SKIP> known) {
+            fetch(row, at[0] + q * 16, l, known);
+            fetch(row, at[1] + q % 2 * 16, h, known);
             FRT_UNROLL
             for (int i = 0; i < 4; ++i) {
                 h[i] >>= q / 2 * 2;
@@ -471,7 +509,7 @@ struct Q6_K {
 
 // Groups of 16 with a 4-bit scale and a 4-bit minimum. 32 weights are two bits of 32 bytes each.
 struct Q2_K {
-    static constexpr int kBlock = 256, kBytes = 84, kAlign = 4, kPieces = 3;
+    static constexpr int kBlock = 256, kBytes = 84, kAlign = 4, kPieces = 3, kKnown = false;
     static FRT_HD constexpr int longest(int p) { return p == 0 ? 8 : p == 1 ? 32 : 4; }
     static FRT_HD Piece         piece(int span, int p) {
         const int block = span / 2 * kBytes, half = span % 2;
@@ -507,7 +545,7 @@ struct Q2_K {
 
 // Groups of 16 with a 6-bit scale; the third bit of every weight lies in a mask of its own and subtracts 4 where it is 0.
 struct Q3_K {
-    static constexpr int kBlock = 256, kBytes = 110, kAlign = 2, kPieces = 3;
+    static constexpr int kBlock = 256, kBytes = 110, kAlign = 2, kPieces = 3, kKnown = false;
     static FRT_HD constexpr int longest(int p) { return p == 2 ? 14 : 32; }
     static FRT_HD Piece         piece(int span, int p) {
         const int block = span / 2 * kBytes;
@@ -546,7 +584,7 @@ struct Q3_K {
 
 // Groups of 32 with a 6-bit scale and IQ4_NL's table.
 struct IQ4_XS {
-    static constexpr int kBlock = 256, kBytes = 136, kAlign = 8, kPieces = 2;
+    static constexpr int kBlock = 256, kBytes = 136, kAlign = 8, kPieces = 2, kKnown = false;
     static FRT_HD constexpr int longest(int p) { return p == 0 ? 8 : 64; }
     static FRT_HD Piece         piece(int span, int p) {
         const int block = span / 2 * kBytes;

@@ -9,16 +9,20 @@
 //
 // On every multiprocessor three warpgroups walk over tiles of 128 weight rows x TOKENS tokens, in steps of 64 values along k:
 //  - one fetches: weights as they are (cp.async, kSpan weights of every row at a time) and activations, which are stored the way that
-//    wgmma wants them, so that a step of a tile is one piece;
+//    wgmma wants them, so that a step of a tile is one piece. It shares its instruction slots with those who dequantise, so it counts its
+//    addresses on instead of computing them;
 //  - each of the others turns its 64 rows of a step into f16 in registers, the way that wgmma takes them from there, and starts the
 //    wgmma of the step (all tokens, f32 sums in registers); while the tensor cores work on it, it prepares the next step.
 // Rings of slots with mbarriers `full` and `free` lie between them: kSpans for raw weights, kStages for activations.
+//
+// Where a product has too few tiles for all multiprocessors, two blocks share one, each with half of k, and exchange sums.
 //
 // With a GLU the tile's rows alternate by 8 between gate and up, so that a thread holds both of an output.
 // Registers: up to 224 where sums are kept, 56 where nothing is. No spills.
 #pragma once
 #include "../common/glu.cuh"
 #include "../common/hopper.cuh"
+#include "../common/host.cuh"
 #include "../common/pdl.cuh"
 #include "formats.cuh"
 
@@ -47,6 +51,7 @@ struct Params {
     int64_t        res_stride;
     frt_moe_rows   route;
     int            n_tokens, token_tiles, row_tiles;  // not routed: n_tokens and how many tiles they are
+    int            blocks;                            // that share a tile, 1 or 2; not routed, and then each does one
 };
 
 // Output rows of a tile.
@@ -62,13 +67,11 @@ template <typename FORMAT, int TOKENS, bool GLU, bool ROUTED> struct Kind {
 // How format F lies in shared memory before it is dequantised. Pieces start wherever they do in global memory, modulo 16.
 template <typename F> struct Raw {
     static FRT_HD constexpr int chunks_of(int piece) { return (F::longest(piece) + 16 - (F::kAlign < 16 ? F::kAlign : 16) + 15) / 16; }
+    // No loop, which the compiler might leave for the run time.
     static FRT_HD constexpr int first_chunk(int piece) {
-        int n = 0;
-        for (int p = 0; p < piece; ++p) {
-            n += chunks_of(p);
-        }
-        return n;
+        return (piece > 0 ? chunks_of(0) : 0) + (piece > 1 ? chunks_of(1) : 0) + (piece > 2 ? chunks_of(2) : 0);
     }
+    static_assert(F::kPieces <= 3);
     static constexpr int kChunks = first_chunk(F::kPieces);
     static constexpr int kPitch = 16 * (kChunks | 1);  // an odd number of 16 bytes: see fetch()
     static constexpr int kBytes = kRows * kPitch;
@@ -87,6 +90,10 @@ template <typename K> struct Shape {
     static_assert(kStages >= 3, "the tensor cores hold one step, another waits for them, one must be on its way");
     static_assert(16 * (kStages + kSpans) <= 256, "barriers do not fit");
 };
+
+// Keeps the compiler from computing v again wherever it is used.
+__device__ __forceinline__ void keep(uint32_t & v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void keep(const uint8_t *& v) { asm volatile("" : "+l"(v)); }
 
 template <int STAGES> struct Ring {
     int      stage = 0;
@@ -139,6 +146,9 @@ struct Tile {
     int            row0;    // first output row
     int            place0;  // first row of x
     int            places;  // rows of x, a multiple of 8
+    int            span0, span1;  // what to sum over, in spans
+
+    __device__ __forceinline__ int steps(const Params & p) const { return min(p.k / kStep, 2 * span1) - 2 * span0; }
 };
 
 // The tiles of a launch, in the order in which blocks take them: tiles that share weights or activations are neighbours.
@@ -146,12 +156,18 @@ template <typename K> struct Tiles {
     const Params &    p;
     const Memory<K> & m;
 
-    __device__ __forceinline__ int count() const { return p.row_tiles * (K::kRouted ? m.first[p.n_experts] : p.token_tiles); }
+    // Of a block, the last tile is below end().
+    __device__ __forceinline__ int first() const { return blockIdx.x / blocks(); }
+    __device__ __forceinline__ int end() const { return p.row_tiles * (K::kRouted ? m.first[p.n_experts] : p.token_tiles); }
+    __device__ __forceinline__ int blocks() const { return K::kRouted ? 1 : p.blocks; }
+    __device__ __forceinline__ int rank() const { return blockIdx.x % blocks(); }
 
     __device__ __forceinline__ Tile at(int i) const {
+        const int spans = (p.k + kSpan - 1) / kSpan;
         if (!K::kRouted) {
             const int place0 = i % p.token_tiles * K::kTokens;
-            return {p.w, p.w2, i / p.token_tiles * kTileRows<K::kGlu>, place0, min(K::kTokens, p.places - place0)};
+            return {p.w, p.w2, i / p.token_tiles * kTileRows<K::kGlu>, place0, min(K::kTokens, p.places - place0),
+                    spans * rank() / p.blocks, spans * (rank() + 1) / p.blocks};
         }
         const int token_tile = i / p.row_tiles;
         int       e = 0;  // the last expert with first[e] <= token_tile
@@ -162,7 +178,7 @@ template <typename K> struct Tiles {
         const int     place = (token_tile - m.first[e]) * K::kTokens;
         const int64_t expert = e * p.expert_bytes;
         return {p.w + expert, p.w2 + expert, i % p.row_tiles * kTileRows<K::kGlu>, p.route.begin[e] + place,
-                min(K::kTokens, (p.route.count[e] + 7) / 8 * 8 - place)};
+                min(K::kTokens, (p.route.count[e] + 7) / 8 * 8 - place), 0, spans};
     }
 
     // One warp makes the table of token tiles.
@@ -195,6 +211,9 @@ template <bool GLU> __device__ __forceinline__ const uint8_t * row_start(const P
     return base + static_cast<int64_t>(min(row, p.n_rows - 1)) * p.row_bytes;
 }
 
+// Do all rows start on 16 bytes?
+__device__ __forceinline__ bool rows_even(const Params & p) { return ((p.row_bytes | p.expert_bytes) & 15) == 0; }
+
 // The warpgroup that fetches.
 template <typename K> struct Fetcher {
     using F = typename K::F;
@@ -204,31 +223,64 @@ template <typename K> struct Fetcher {
     const Params &    p;
     const Memory<K> & m;
 
-    // Starts the copies of one span of all rows: a thread has one chunk of every kStride-th row.
-    __device__ __forceinline__ void weights(const Tile & tile, int span, int slot) const {
-        constexpr int kStride = kRawFetchers / R::kChunks;
-        const int     thread = threadIdx.x % 128, chunk = thread % R::kChunks;
-        Piece         piece = F::piece(span, 0);
-        int           first = 0;
+    // A thread has a line of 16 bytes of every kAtOnce-th row, or two half a row apart. Of 16 rows (or more) that follow each other it has
+    // kMine; a GLU's are 8 of either matrix.
+    static constexpr int kLines = R::kChunks > 12 ? 2 : 1, kThreadsOfRow = R::kChunks / kLines;
+    static constexpr int kAtOnce = kThreadsOfRow > 6 ? 8 : kThreadsOfRow > 3 ? 16 : 32;
+    static constexpr int kRun = kAtOnce > 16 ? kAtOnce : 16, kMine = kRun / kAtOnce;
+    static_assert(kAtOnce * kThreadsOfRow <= kRawFetchers && (kLines == 1 || (F::kPieces == 1 && R::kChunks % 2 == 0)));
+
+    static __device__ __forceinline__ int chunk() { return threadIdx.x % 128 % kThreadsOfRow; }
+    static __device__ __forceinline__ int first_row() { return threadIdx.x % 128 / kThreadsOfRow; }
+
+    // The lines of one span. SOME: of rows that the matrix has, as far as the span goes.
+    template <bool SOME>
+    __device__ __forceinline__ void copy(const Tile & tile, const uint8_t * const (&start)[kMine], int offset, int line, int end,
+                                         uint32_t to) const {
+        const int64_t step = p.row_bytes * (K::kGlu ? kRun / 2 : kRun);
+        const uint8_t * piece[kMine];
+#pragma unroll
+        for (int j = 0; j < kMine; ++j) {
+            piece[j] = start[j] + offset;
+        }
+#pragma unroll(SOME ? 1 : 8 / kMine)
+        for (int run = 0; run < kRows / kRun; ++run) {
+#pragma unroll
+            for (int j = 0; j < kMine; ++j) {
+                const uint8_t * from = reinterpret_cast<const uint8_t *>(reinterpret_cast<uintptr_t>(piece[j]) & ~uintptr_t{15}) + line;
+                const int       r = first_row() + j * kAtOnce + run * kRun, row = tile.row0 + (K::kGlu ? r / 16 * 8 + r % 8 : r);
+#pragma unroll
+                for (int l = 0; l < kLines * 16 * kThreadsOfRow; l += 16 * kThreadsOfRow) {
+                    if (!SOME || (row < p.n_rows && from + l < piece[j] + (end - offset))) {
+                        hopper::copy16_async(to + (run * kRun + j * kAtOnce) * R::kPitch + l, from + l);
+                    }
+                }
+                piece[j] += step;
+                keep(piece[j]);
+            }
+        }
+    }
+
+    // Starts the copies of one span of all rows. Lines are whole: up to 15 bytes before a row's piece and behind it come along.
+    __device__ __forceinline__ void weights(const Tile & tile, const uint8_t * const (&start)[kMine], int span, int spans, int slot) const {
+        Piece piece = F::piece(span, 0);
+        int   first = 0;
 #pragma unroll
         for (int n = 1; n < F::kPieces; ++n) {
-            if (chunk >= R::first_chunk(n)) {
+            if (chunk() >= R::first_chunk(n)) {
                 piece = F::piece(span, n);
                 first = R::first_chunk(n);
             }
         }
-        const int behind = piece.offset + min(piece.bytes, p.k / F::kBlock * F::kBytes - piece.offset);
-        const int at = piece.offset + 16 * (chunk - first);
-        uint32_t  to = hopper::smem_address(m.raw + slot * R::kBytes) + thread / R::kChunks * R::kPitch + 16 * chunk;
-#pragma unroll(K::kGlu || K::kRouted ? 2 : 4)
-        for (int r = thread / R::kChunks; r < kRows; r += kStride, to += kStride * R::kPitch) {
-            const uint8_t * row = row_start<K::kGlu>(p, tile, r);
-            const uint8_t * from = row + at;
-            if (F::kAlign < 16) {
-                from -= reinterpret_cast<uintptr_t>(row + piece.offset) & 15;
-            }
-            if (thread < kStride * R::kChunks && from < row + behind) {
-                hopper::copy16_async(to, from);
+        const int      line = 16 * (chunk() - first), end = piece.offset + min(piece.bytes, p.k / F::kBlock * F::kBytes - piece.offset);
+        const uint32_t to = hopper::smem_address(m.raw + slot * R::kBytes) + first_row() * R::kPitch + 16 * chunk();
+        if (first_row() < kAtOnce) {
+            // Behind the last block there may be nothing.
+            const bool all = tile.row0 + kTileRows<K::kGlu> <= p.n_rows && span + (F::kBlock > kSpan ? 2 : 1) < spans;
+            if (!all) {
+                copy<true>(tile, start, piece.offset, line, end, to);
+            } else if (!rows_even(p) || (piece.offset & ~15) + line < end) {
+                copy<false>(tile, start, piece.offset, line, end, to);
             }
         }
         hopper::barrier_arrive_after_copies(m.raw_full + slot);
@@ -237,13 +289,18 @@ template <typename K> struct Fetcher {
     // Three warps do this,
     __device__ void fetch_weights() const {
         const Tiles<K>  tiles{p, m};
-        const int       spans = (p.k + kSpan - 1) / kSpan;
+        const int       spans = (p.k + kSpan - 1) / kSpan;  // of a row
         Ring<S::kSpans> raw;
-        for (int i = blockIdx.x; i < tiles.count(); i += gridDim.x) {
-            const Tile tile = tiles.at(i);
-            for (int span = 0; span < spans; ++span) {
+        for (int i = tiles.first(); i < tiles.end(); i += gridDim.x) {
+            const Tile      tile = tiles.at(i);
+            const uint8_t * start[kMine];
+#pragma unroll
+            for (int j = 0; j < kMine; ++j) {
+                start[j] = row_start<K::kGlu>(p, tile, first_row() + j * kAtOnce);
+            }
+            for (int span = tile.span0; span < tile.span1; ++span) {
                 hopper::barrier_wait(m.raw_free + raw.stage, raw.phase ^ 1);
-                weights(tile, span, raw.stage);
+                weights(tile, start, span, spans, raw.stage);
                 raw.next();
             }
         }
@@ -255,7 +312,6 @@ template <typename K> struct Fetcher {
     // a thread of the fourth this.
     __device__ void fetch_activations() const {
         const Tiles<K>   tiles{p, m};
-        const int        steps = p.k / kStep;
         Ring<S::kStages> ring;
         if (!K::kRouted) {
             pdl_wait();
@@ -263,10 +319,12 @@ template <typename K> struct Fetcher {
         if (threadIdx.x % 32 != 0) {
             return;
         }
-        for (int i = blockIdx.x; i < tiles.count(); i += gridDim.x) {
+        for (int i = tiles.first(); i < tiles.end(); i += gridDim.x) {
             const Tile      tile = tiles.at(i);
             const uint32_t  bytes = tile.places * kStepBytes;
-            const uint8_t * x = static_cast<const uint8_t *>(p.x.x) + static_cast<int64_t>(tile.place0) * kStepBytes;
+            const int       steps = tile.steps(p);
+            const int64_t   row = static_cast<int64_t>(2 * tile.span0) * p.places + tile.place0;
+            const uint8_t * x = static_cast<const uint8_t *>(p.x.x) + row * kStepBytes;
             for (int s = 0; s < steps; ++s) {
                 hopper::barrier_wait(m.free + ring.stage, ring.phase ^ 1);
                 hopper::barrier_arrive_expecting(m.full + ring.stage, bytes);
@@ -294,8 +352,18 @@ struct Gate {
     }
 };
 
+// Which columns of a tile are written: those of one half, or all.
+struct Columns {
+    int only;  // half 0 or 1, -1: both
+
+    __device__ __forceinline__ bool has(int half) const { return only < 0 || only == half; }
+};
+
 // Writes a tile out. d as Wgmma leaves it.
-template <typename K> __device__ __forceinline__ void write_sums(const Params & p, const Memory<K> & m, const float (&d)[K::kTokens / 2], int row0) {
+
+template <typename K>
+__device__ __forceinline__ void write_sums(const Params & p, const Memory<K> & m, const float (&d)[K::kTokens / 2], int row0,
+                                           Columns columns) {
     constexpr int kBatch = 8;  // columns whose residuals are read before any of their sums is written: res may be dst
     const int     lane = threadIdx.x % 32, column0 = 2 * (lane % 4);
 #pragma unroll
@@ -307,6 +375,9 @@ template <typename K> __device__ __forceinline__ void write_sums(const Params & 
         const float bias = p.bias != nullptr ? p.bias[row] : 0.0f;
 #pragma unroll
         for (int j0 = 0; j0 < K::kTokens / 8; j0 += kBatch / 2) {
+            if (!columns.has(j0 >= K::kTokens / 16)) {
+                continue;
+            }
             float add[kBatch];
             int   to[kBatch];
 #pragma unroll
@@ -329,12 +400,16 @@ template <typename K> __device__ __forceinline__ void write_sums(const Params & 
 }
 
 template <bool LOGISTIC, typename K>
-__device__ __forceinline__ void write_gated(const Params & p, const Memory<K> & m, const float (&d)[K::kTokens / 2], int row0) {
+__device__ __forceinline__ void write_gated(const Params & p, const Memory<K> & m, const float (&d)[K::kTokens / 2], int row0,
+                                            Columns columns) {
     const Gate gate(p.glu);
     const int  lane = threadIdx.x % 32, row = row0 + threadIdx.x / 32 * 8 + lane / 4;
     if (row < p.n_rows) {
 #pragma unroll
         for (int j = 0; j < K::kTokens / 8; ++j) {
+            if (!columns.has(j >= K::kTokens / 16)) {
+                continue;
+            }
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const int column = 8 * j + 2 * (lane % 4) + e, to = m.targets[column];
@@ -363,20 +438,37 @@ template <typename K> struct Multiplier {
     static __device__ __forceinline__ int row() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
     static __device__ __forceinline__ int quarter() { return threadIdx.x % 4; }
 
-    // Step 0 of a span, raw bytes to f16: 16 weights of either row. Step 1 is the part<1>() of `rows`. low: where the thread's two rows
-    // start, modulo 16, all that matters of an address once its bytes are in shared memory.
-    __device__ __forceinline__ void open(const uint32_t (&low)[2], int span, typename F::Row (&rows)[2], uint32_t (&w)[2][8]) const {
+    // Reads the raw bytes of a span, 32 weights of either row. low: where the thread's two rows start, modulo 16, all that matters of an
+    // address once its bytes are in shared memory. offset: of the thread's first row in a slot.
+    __device__ __forceinline__ void load(const uint32_t (&low)[2], uint32_t offset, int span, typename F::Row (&rows)[2]) const {
         hopper::barrier_wait(m.raw_full + raw.stage, raw.phase);
+        const uint8_t * bytes = m.raw + (raw.stage * R::kBytes + offset);
+        const auto      read = [&](auto known, uint32_t low0, uint32_t low1) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            uint32_t at[F::kPieces];
+            for (int i = 0; i < 2; ++i) {
+                uint32_t at[F::kPieces];
 #pragma unroll
-            for (int n = 0; n < F::kPieces; ++n) {
-                at[n] = 16 * R::first_chunk(n) + (F::kAlign >= 16 ? 0 : (low[i] + F::piece(span, n).offset) & 15);
+                for (int n = 0; n < F::kPieces; ++n) {
+                    at[n] = 16 * R::first_chunk(n) + (F::kAlign >= 16 ? 0 : ((i == 0 ? low0 : low1) + F::piece(span, n).offset) & 15);
+                }
+                if constexpr (F::kKnown) {
+                    rows[i] = typename F::Row(bytes + 8 * i * R::kPitch, at, span, quarter(), known);
+                } else {
+                    rows[i] = typename F::Row(bytes + 8 * i * R::kPitch, at, span, quarter());
+                }
             }
-            rows[i] = typename F::Row(m.raw + raw.stage * R::kBytes + (row() + 8 * i) * R::kPitch, at, span, quarter());
-            rows[i].template part<0>(w[i]);
+        };
+        if constexpr (F::kKnown) {
+            if (rows_even(p)) {
+                switch (F::piece(span, 0).offset / 4 & 3) {
+                    case 0: return read(Skip<0>(), 0, 0);
+                    case 1: return read(Skip<1>(), 0, 0);
+                    case 2: return read(Skip<2>(), 0, 0);
+                    default: return read(Skip<3>(), 0, 0);
+                }
+            }
         }
+        read(Skip<-1>(), low[0], low[1]);
     }
     __device__ __forceinline__ void close() {
         __syncwarp();
@@ -386,10 +478,16 @@ template <typename K> struct Multiplier {
         raw.next();
     }
 
+    // Raw bytes to f16: step H of the span.
+    template <int H> static __device__ __forceinline__ void make(const typename F::Row (&rows)[2], uint32_t (&w)[2][8]) {
+        rows[0].template part<H>(w[0]);
+        rows[1].template part<H>(w[1]);
+    }
+
     // Starts the wgmma of a step whose weights are w, and waits for the one before.
     __device__ __forceinline__ void multiply(float (&d)[K::kTokens / 2], const uint32_t (&w)[2][8], bool add, int & before) {
         hopper::barrier_wait(m.full + ring.stage, ring.phase);
-        const uint64_t x = hopper::tile_descriptor(m.stages + ring.stage * S::kStageBytes);
+        const uint32_t x = hopper::tile_descriptor(m.stages) + ring.stage * (S::kStageBytes / 16);
         hopper::wgmma_begin();
 #pragma unroll
         for (int i = 0; i < kStep / 16; ++i) {
@@ -409,8 +507,39 @@ template <typename K> struct Multiplier {
         }
     }
 
-    __device__ __forceinline__ void run(const Tile & tile) {
-        const int       steps = p.k / kStep, spans = (steps + 1) / 2;
+    // Two blocks have summed over a half of k each: every one gives the other its sums of half of the columns, and adds what it gets. A sum
+    // of two does not depend on their order. They go through the memory of the activations, which nobody needs any more.
+    __device__ __forceinline__ void exchange(float (&d)[K::kTokens / 2], int rank) const {
+        constexpr int  kQuarter = K::kTokens / 4;  // of a thread's sums, those of a half of the columns
+        const uint32_t here = hopper::smem_address(m.stages) + threadIdx.x * 16, there = hopper::address_in(here, rank ^ 1);
+        hopper::cluster_sync();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (half != rank) {
+#pragma unroll
+                for (int i = 0; i < kQuarter; i += 4) {
+                    const float * v = d + half * kQuarter + i;
+                    hopper::store_there(there + i / 4 * (kGroups * 128 * 16), v[0], v[1], v[2], v[3]);
+                }
+            }
+        }
+        hopper::cluster_sync();
+        const float4 * got = reinterpret_cast<const float4 *>(m.stages) + threadIdx.x;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (half == rank) {
+#pragma unroll
+                for (int i = 0; i < kQuarter; i += 4) {
+                    const float4 v = got[i / 4 * (kGroups * 128)];
+                    float *      sum = d + half * kQuarter + i;
+                    sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void run(const Tile & tile, int rank) {
+        const int       steps = tile.steps(p), spans = tile.span1 - tile.span0;
         float           d[K::kTokens / 2];
         uint32_t        w[2][2][8];  // [step of the span][row]: one is being multiplied while the other is made
         typename F::Row rows[2];
@@ -420,19 +549,24 @@ template <typename K> struct Multiplier {
             low[0] = reinterpret_cast<uintptr_t>(row_start<K::kGlu>(p, tile, row())) & 15;
             low[1] = reinterpret_cast<uintptr_t>(row_start<K::kGlu>(p, tile, row() + 8)) & 15;
         }
-        open(low, 0, rows, w[0]);
-        for (int span = 0; span < spans; ++span) {
+        uint32_t offset = row() * R::kPitch;
+        keep(offset);
+        load(low, offset, tile.span0, rows);
+        for (int span = 0;; ++span) {
+            make<0>(rows, w[0]);
             multiply(d, w[0], span > 0, before);
-            if (2 * span + 1 < steps) {
-                rows[0].template part<1>(w[1][0]);
-                rows[1].template part<1>(w[1][1]);
+            if (2 * span + 1 == steps) {
                 close();
-                multiply(d, w[1], true, before);
-                if (span + 1 < spans) {
-                    open(low, span + 1, rows, w[0]);
-                }
-            } else {
-                close();
+                break;
+            }
+            make<1>(rows, w[1]);
+            close();
+            if (span + 1 < spans) {
+                load(low, offset, tile.span0 + span + 1, rows);
+            }
+            multiply(d, w[1], true, before);
+            if (span + 1 == spans) {
+                break;
             }
         }
         hopper::sync_some(1, kGroups * 128);  // everybody has read the columns of the tile before
@@ -444,12 +578,17 @@ template <typename K> struct Multiplier {
         hopper::sync_some(1, kGroups * 128);
         hopper::wgmma_wait<0>();
         release(before);
+        Columns columns = {-1};
+        if (!K::kRouted && p.blocks > 1) {
+            exchange(d, rank);
+            columns.only = rank;
+        }
         if constexpr (!K::kGlu) {
-            write_sums(p, m, d, tile.row0);
+            write_sums(p, m, d, tile.row0, columns);
         } else if (Gate(p.glu).logistic) {
-            write_gated<true>(p, m, d, tile.row0);
+            write_gated<true>(p, m, d, tile.row0, columns);
         } else {
-            write_gated<false>(p, m, d, tile.row0);
+            write_gated<false>(p, m, d, tile.row0, columns);
         }
     }
 
@@ -458,8 +597,8 @@ template <typename K> struct Multiplier {
         if (!K::kRouted) {
             pdl_wait();
         }
-        for (int i = blockIdx.x; i < tiles.count(); i += gridDim.x) {
-            run(tiles.at(i));
+        for (int i = tiles.first(); i < tiles.end(); i += gridDim.x) {
+            run(tiles.at(i), tiles.rank());
         }
     }
 };
@@ -495,17 +634,22 @@ template <typename K> __global__ void __launch_bounds__(kThreads, 1) mm_kernel(c
 #endif
 }
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+// How to cut a product: columns of a tile (64, 128 or 256), and blocks that share a tile (1 or 2).
+struct Cut {
+    int tokens, blocks;
+};
 
-template <typename F, int TOKENS, bool GLU> cudaError_t mm_launch(const frt_mm_args & a, frt_launch how) {
+template <typename F, int TOKENS, bool GLU> cudaError_t mm_launch(const frt_mm_args & a, frt_launch how, int blocks) {
     using K = Kind<F, TOKENS, GLU, false>;
     Params p = {};
     p.w = static_cast<const uint8_t *>(a.w), p.w2 = static_cast<const uint8_t *>(a.w2), p.row_bytes = a.row_bytes;
     p.glu = a.glu, p.n_rows = a.n_rows, p.k = a.k, p.x = a.x, p.places = ceil_div(a.n_tokens, 8) * 8;
     p.dst = a.dst, p.dst_stride = a.dst_stride, p.bias = a.bias, p.res = a.res, p.res_stride = a.res_stride;
     p.n_tokens = a.n_tokens, p.token_tiles = ceil_div(a.n_tokens, TOKENS), p.row_tiles = ceil_div(a.n_rows, kTileRows<GLU>);
+    p.blocks = blocks;
     const int tiles = p.token_tiles * p.row_tiles;
-    return launch<mm_kernel<K>>(how, tiles < how.sm_count ? tiles : how.sm_count, kThreads, Shape<K>::kSmem, p);
+    return launch_clusters<mm_kernel<K>>(how, blocks, blocks > 1 ? blocks * tiles : tiles < how.sm_count ? tiles : how.sm_count, kThreads,
+                                         Shape<K>::kSmem, p);
 }
 
 template <typename F, int TOKENS, bool GLU> cudaError_t moe_launch(const frt_moe_mm_args & a, frt_launch how) {
@@ -518,34 +662,14 @@ template <typename F, int TOKENS, bool GLU> cudaError_t moe_launch(const frt_moe
     return launch<mm_kernel<K>>(how, how.sm_count, kThreads, Shape<K>::kSmem, p);
 }
 
-// Time of all tiles when they are `tokens` wide, in units that only compare: waves of tiles, each as long as it is wide plus what a
-// narrow tile loses because the weights are dequantised for fewer tokens.
-inline int cost(const frt_mm_args & a, int rows, int tokens, int sm_count) {
-    const int tiles = ceil_div(a.n_tokens, tokens) * ceil_div(a.n_rows, rows);
-    return ceil_div(tiles, sm_count) * (tokens + 64);
+template <typename F, bool GLU> cudaError_t mm_glu(const frt_mm_args & args, frt_launch how, Cut cut) {
+    return cut.tokens == 64    ? mm_launch<F, 64, GLU>(args, how, cut.blocks)
+           : cut.tokens == 128 ? mm_launch<F, 128, GLU>(args, how, cut.blocks)
+                               : mm_launch<F, 256, GLU>(args, how, cut.blocks);
 }
 
-// Widest tile; where a format needs more registers than 256 columns leave, a narrower one.
-template <typename F, bool GLU> constexpr int kWidest = 256;
-template <> constexpr int kWidest<NVFP4, true> = 192;
-
-template <typename F, bool GLU> cudaError_t mm_glu(const frt_mm_args & args, frt_launch how, int tokens) {
-    if (tokens == 0) {
-        tokens = kWidest<F, GLU>;
-        for (int narrower : {128, 64}) {
-            if (cost(args, kTileRows<GLU>, narrower, how.sm_count) < cost(args, kTileRows<GLU>, tokens, how.sm_count)) {
-                tokens = narrower;
-            }
-        }
-    }
-    return tokens == 64    ? mm_launch<F, 64, GLU>(args, how)
-           : tokens == 128 ? mm_launch<F, 128, GLU>(args, how)
-                           : mm_launch<F, kWidest<F, GLU>, GLU>(args, how);
-}
-
-// tokens: width of a tile, 0 for the best.
-template <typename F> cudaError_t mm_typed(const frt_mm_args & args, frt_launch how, int tokens) {
-    return args.glu == FRT_GLU_NONE ? mm_glu<F, false>(args, how, tokens) : mm_glu<F, true>(args, how, tokens);
+template <typename F> cudaError_t mm_typed(const frt_mm_args & args, frt_launch how, Cut cut) {
+    return args.glu == FRT_GLU_NONE ? mm_glu<F, false>(args, how, cut) : mm_glu<F, true>(args, how, cut);
 }
 // Tiles wide enough for most experts' rows, so that their weights are dequantised once.
 template <typename F, bool GLU> cudaError_t moe_glu(const frt_moe_mm_args & a, frt_launch how) {
@@ -557,7 +681,7 @@ template <typename F> cudaError_t mm_typed(const frt_moe_mm_args & args, frt_lau
 
 // One format's kernels. Each lives in a file of its own so that they compile side by side.
 struct Launchers {
-    cudaError_t (*plain)(const frt_mm_args &, frt_launch, int tokens);
+    cudaError_t (*plain)(const frt_mm_args &, frt_launch, Cut);
     cudaError_t (*routed)(const frt_moe_mm_args &, frt_launch);
 };
 template <typename F> constexpr Launchers launchers_of() { return {mm_typed<F>, mm_typed<F>}; }
@@ -579,8 +703,8 @@ extern const Launchers mm_iq4_xs;
 extern const Launchers mm_mxfp4;
 extern const Launchers mm_nvfp4;
 
-// frt_mm with a choice of how.
-cudaError_t mm_any(const frt_mm_args & args, frt_launch how, int tokens);
+// frt_mm with a choice of how; 0 columns: the best.
+cudaError_t mm_any(const frt_mm_args & args, frt_launch how, Cut cut);
 
 }  // namespace mm
 }  // namespace frt

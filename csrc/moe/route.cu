@@ -3,6 +3,7 @@
 //
 // Two launches, a block per expert each: one counts, the other finds out where its expert's rows begin and writes them in order. Both
 // read all ids, which lie in the L2 cache. The order is the same in every run.
+#include "../common/host.cuh"
 #include "../common/pdl.cuh"
 #include "../quant/h16.cuh"
 
@@ -92,27 +93,14 @@ __global__ void __launch_bounds__(kThreads) place_kernel(const __grid_constant__
     }
 }
 
-__global__ void __launch_bounds__(kThreads) moe_h16_kernel(const __grid_constant__ frt_moe_h16_args a) {
+template <int EIGHTS> __global__ void __launch_bounds__(kThreads) moe_h16_kernel(const __grid_constant__ frt_moe_h16_args a) {
     __shared__ unsigned scratch[32];
     pdl_wait();
     const int place = blockIdx.x;
     const int pair = place < a.route.begin[a.n_experts] ? a.route.rows[place] : -1;
-    if (pair < 0) {
-        return;
-    }
-    const float * x = a.x + (a.per_slot ? pair : pair / a.n_used) * a.x_stride;
-    unsigned      most = 0;
-    for (int i = threadIdx.x; i < a.k / 4; i += kThreads) {
-        most = max(most, h16_magnitude(reinterpret_cast<const float4 *>(x)[i]));
-    }
-    const H16Scale scale(block_max(most, scratch));
-    if (threadIdx.x == 0) {
-        a.y.scale[place] = scale.scale;
-    }
-    for (int i = threadIdx.x; i < a.k / 8; i += kThreads) {
-        float v[8];
-        h16_load(x, i, v);
-        h16_store(a.y, place, frt_moe_max_rows(a.n_pairs, a.n_experts), i, v, scale);
+    if (pair >= 0) {
+        const float * x = a.x + (a.per_slot ? pair : pair / a.n_used) * a.x_stride;
+        h16_row<kThreads, EIGHTS>(x, a.k, a.y, place, frt_moe_max_rows(a.n_pairs, a.n_experts), scratch);
     }
 }
 
@@ -133,11 +121,12 @@ extern "C" int frt_moe_route(const frt_moe_route_args * args, frt_launch how) {
 }
 
 extern "C" int frt_moe_to_h16(const frt_moe_h16_args * args, frt_launch how) {
+    using namespace frt;
     const frt_moe_h16_args & a = *args;
-    if (a.k < 1 || a.k % frt::kH16Columns != 0 || a.n_pairs < 1 || a.n_used < 1 || a.n_experts < 1 || a.x == nullptr || a.y.x == nullptr ||
-        a.y.scale == nullptr || reinterpret_cast<uintptr_t>(a.x) % 16 != 0 || a.x_stride % 4 != 0 ||
-        reinterpret_cast<uintptr_t>(a.y.x) % frt::kH16Align != 0) {
+    if (a.k < 1 || a.k % kH16Columns != 0 || a.n_pairs < 1 || a.n_used < 1 || a.n_experts < 1 || a.x == nullptr || a.y.x == nullptr ||
+        a.y.scale == nullptr || !aligned(a.x, 16) || a.x_stride % 4 != 0 || !aligned(a.y.x, kH16Align)) {
         return cudaErrorInvalidValue;
     }
-    return frt::launch<frt::moe_h16_kernel>(how, frt_moe_max_rows(a.n_pairs, a.n_experts), frt::kThreads, 0, a);
+    return h16_eights<kThreads>(
+        a.k, [&](auto eights) { return launch<moe_h16_kernel<eights()>>(how, frt_moe_max_rows(a.n_pairs, a.n_experts), kThreads, 0, a); });
 }

@@ -6,6 +6,7 @@
 #pragma once
 #include <cuda_fp16.h>
 #include <stdint.h>
+#include <type_traits>
 #include "../common/reduce.cuh"
 #include "../flashrt_kernels.h"
 
@@ -59,6 +60,57 @@ __device__ __forceinline__ void h16_load(const float * row, int i, float (&v)[8]
 __device__ __forceinline__ void h16_store(const frt_h16 & y, int64_t t, int n_tokens, int i, const float (&v)[8], H16Scale scale) {
     *reinterpret_cast<uint4 *>(h16_piece(y, t, n_tokens, i)) =
         make_uint4(scale.pair(v[0], v[1]), scale.pair(v[2], v[3]), scale.pair(v[4], v[5]), scale.pair(v[6], v[7]));
+}
+
+// A row of k values on 16 bytes becomes row t of y, which has n_rows. All THREADS of the block call, and a shorter row needs fewer; scratch
+// is block_max's. EIGHTS: pieces of 8 values that a thread keeps in registers; 0: the row is longer, and is read twice.
+template <int THREADS, int EIGHTS>
+__device__ __forceinline__ void h16_row(const float * x, int k, const frt_h16 & y, int64_t t, int n_rows, unsigned * scratch) {
+    constexpr int kKept = EIGHTS > 0 ? EIGHTS : 1;
+    const int     n = k / 8;
+    float         v[kKept][8];
+    unsigned      most = 0;
+    // Calls f for each piece of this thread: which one, and where it is kept.
+    const auto pieces = [&](auto f) {
+        if constexpr (EIGHTS > 0) {
+#pragma unroll
+            for (int e = 0; e < EIGHTS; ++e) {
+                const int i = threadIdx.x + e * THREADS;
+                if (i < n) {
+                    f(i, v[e]);
+                }
+            }
+        } else {
+            for (int i = threadIdx.x; i < n; i += THREADS) {
+                f(i, v[0]);
+            }
+        }
+    };
+    pieces([&](int i, float(&piece)[8]) {
+        h16_load(x, i, piece);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            most = max(most, h16_magnitude(piece[j]));
+        }
+    });
+    const H16Scale scale(block_max(most, scratch));
+    if (threadIdx.x == 0) {
+        y.scale[t] = scale.scale;
+    }
+    pieces([&](int i, float(&piece)[8]) {
+        if constexpr (EIGHTS == 0) {
+            h16_load(x, i, piece);
+        }
+        h16_store(y, t, n_rows, i, piece, scale);
+    });
+}
+
+// Calls f with h16_row's EIGHTS for rows of k values, as a constant.
+template <int THREADS, typename F> cudaError_t h16_eights(int k, F f) {
+    return k <= 8 * THREADS    ? f(std::integral_constant<int, 1>())
+           : k <= 16 * THREADS ? f(std::integral_constant<int, 2>())
+           : k <= 32 * THREADS ? f(std::integral_constant<int, 4>())
+                               : f(std::integral_constant<int, 0>());
 }
 
 }  // namespace frt

@@ -85,7 +85,7 @@ struct PlannedSite {
 /// one before them and nobody was asked.
 enum Unmade {
     /// Makes it from the f32 form, which stock has written then.
-    Convert(KernelCall),
+    Convert(Box<KernelCall>),
     /// Reads the f32 form: these are its calls.
     Without(Vec<KernelCall>),
 }
@@ -324,7 +324,7 @@ impl Engine {
         let (convert, calls, bound) = match &site.input {
             None => (None, &site.calls, false),
             Some((h, _)) if plan.hand_offs[*h].made => (None, &site.calls, plan.hand_offs[*h].only_form),
-            Some((_, Unmade::Convert(convert))) => (Some(convert), &site.calls, false),
+            Some((_, Unmade::Convert(convert))) => (Some(&**convert), &site.calls, false),
             Some((_, Unmade::Without(calls))) => (None, calls, false),
         };
         enter_window(Some(site.window));
@@ -617,7 +617,7 @@ impl Engine {
                     Unmade::Without((site.window().calls)(&site.m, &resources))
                 };
                 let convert = hand_off(e).convert(site.m.tensor(role));
-                (e, convert.map_or_else(without, Unmade::Convert))
+                (e, convert.map_or_else(without, |call| Unmade::Convert(Box::new(call))))
             });
             enter_window(None);
             starts[site.m.start] = i as u32 + 1;
