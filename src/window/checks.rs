@@ -20,8 +20,11 @@ pub fn check(window: &Window, m: &Match, graph: GraphRef, ops: &[Op], host: Host
 /// output in their place.
 pub fn mark_unread_outputs(m: &mut Match, graph: GraphRef) {
     let unread = |m: &Match, t: Tensor| {
+        if t.is_output() || t.view_src().is_some() {
+            return false;
+        }
         let inside: usize = m.nodes().map(|(_, n)| n.srcs().filter(|&s| s == t).count()).sum();
-        inside > 0 && inside as i64 == i64::from(graph.uses(t)) && !t.is_output() && t.view_src().is_none()
+        inside > 0 && inside as i64 == i64::from(graph.uses(t))
     };
     loop {
         let found = m.outputs().find(|&(_, t)| unread(m, t)).map(|(role, _)| role);

@@ -71,10 +71,7 @@ pub fn match_graph<'g>(
                 Some(Ok(m)) => {
                     // No pattern has such a step: later windows neither start here nor run across.
                     ops[m.start..m.end].fill(Op::Other);
-                    matched.sites.push(Site {
-                        window: index,
-                        m: Box::new(m),
-                    });
+                    matched.sites.push(Site { window: index, m });
                 }
                 Some(Err(decline)) => {
                     let node = graph.node(start).name();
@@ -102,7 +99,7 @@ fn best<'g>(
     host: HostView,
     constants: &Constants,
     thresholds: Thresholds,
-) -> Option<Result<Match<'g>, Decline>> {
+) -> Option<Result<Box<Match<'g>>, Decline>> {
     let pattern = (window.pattern)();
     let mut first = None;
     let mut ops = ops;

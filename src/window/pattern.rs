@@ -370,18 +370,19 @@ pub fn look_through<'g>(graph: GraphRef<'g>, t: Tensor<'g>) -> Tensor<'g> {
 }
 
 /// Finds a pattern at node `start`: the longest run of nodes that completes it.
-pub fn find<'g>(pattern: &'g Pattern, graph: GraphRef<'g>, ops: &[Op], start: usize) -> Option<Match<'g>> {
+pub fn find<'g>(pattern: &'g Pattern, graph: GraphRef<'g>, ops: &[Op], start: usize) -> Option<Box<Match<'g>>> {
     if !pattern.may_start(ops, start) {
         return None;
     }
-    let mut state = Match {
+    // In its place from the start: it is large, and kept if it passes.
+    let mut state = Box::new(Match {
         pattern,
         steps: [None; MAX_STEPS],
         externals: [None; MAX_EXTERNALS],
         unread: 0,
         start,
         end: start,
-    };
+    });
     extend(graph, ops, &mut state).then_some(state)
 }
 
