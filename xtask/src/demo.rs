@@ -41,7 +41,7 @@ pub fn run(context: &Context, args: &DemoArgs) -> Result<()> {
         },
         None => "no NVIDIA GPU found".into(),
     };
-    println!("{why_not}; running on the CPU, where every window is checked against ggml's own results");
+    println!("{why_not}; running on the CPU, where the windows are checked against ggml's own results");
     on_cpu(context, args)
 }
 

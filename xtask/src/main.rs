@@ -33,7 +33,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 #[derive(Parser)]
-#[command(name = "cargo xtask", about = "Set-up and chores of ggml-flashrt")]
+#[command(
+    name = "cargo xtask",
+    bin_name = "cargo xtask",
+    about = "Set-up and chores of ggml-flashrt"
+)]
 struct Cli {
     /// Say what would be done, and do nothing
     #[arg(long, global = true)]

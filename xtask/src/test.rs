@@ -82,6 +82,9 @@ pub fn run(context: &Context, args: &TestArgs) -> Result<()> {
         stage(context).with_context(|| format!("stage \"{name}\" failed after {} s", start.elapsed().as_secs()))?;
         println!("== {name}: passed in {:.1} s\n", start.elapsed().as_secs_f64());
     }
+    if context.dry_run {
+        return Ok(());
+    }
     match args.only {
         None => println!("all {} stages passed in {} s", stages.len(), begin.elapsed().as_secs()),
         Some(_) => println!(

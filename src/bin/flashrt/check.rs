@@ -58,14 +58,15 @@ pub fn run(args: &Args) -> Result<()> {
     let host = Host::open(&host_dir(args.host_dir.as_deref()))?;
     let model = host.load(&args.model)?;
     let settings = Settings::from_env();
+    settings.warnings.iter().for_each(|w| eprintln!("flashrt: {w}"));
     let mut options = check::Options {
         threads: args.threads,
         off: settings.off,
         ..check::Options::default()
     };
-    if settings.thresholds.mm_min_tokens.is_some() {
-        options.thresholds = settings.thresholds;
-    }
+    let (asked, least) = (settings.thresholds, &mut options.thresholds);
+    least.mm_min_tokens = asked.mm_min_tokens.or(least.mm_min_tokens);
+    least.fa4_min_tokens = asked.fa4_min_tokens.or(least.fa4_min_tokens);
     let report = check::run(&model, &options)?;
     if args.json {
         output::print(&format!(

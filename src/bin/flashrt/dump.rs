@@ -6,6 +6,7 @@ use flate2::read::MultiGzDecoder;
 use ggml_flashrt::graph::dump::GraphRecord;
 use ggml_flashrt::graph::OwnedGraph;
 use ggml_flashrt::window::settings::Settings;
+use ggml_flashrt::window::thresholds::Thresholds;
 use ggml_flashrt::window::{match_graph, WINDOWS};
 use serde_json::{json, Value};
 use std::collections::BTreeMap;
@@ -34,9 +35,11 @@ pub fn run(args: Args) -> Result<()> {
         Some(n) if n < graphs.len() => vec![n],
         Some(n) => bail!("{}: there is no graph {n}, only {}", args.file.display(), graphs.len()),
     };
+    let settings = Settings::from_env();
+    settings.warnings.iter().for_each(|w| eprintln!("flashrt: {w}"));
     let found = selected
         .iter()
-        .map(|&n| Found::new(n, &graphs[n]))
+        .map(|&n| Found::new(n, &graphs[n], settings.thresholds))
         .collect::<Result<Vec<_>>>()?;
     if args.json {
         let all: Vec<Value> = found.iter().map(|f| f.to_json(args.graph.is_some())).collect();
@@ -85,9 +88,9 @@ struct Found<'g> {
 }
 
 impl<'g> Found<'g> {
-    fn new(number: usize, graph: &'g GraphRecord) -> Result<Self> {
+    fn new(number: usize, graph: &'g GraphRecord, thresholds: Thresholds) -> Result<Self> {
         let owned = OwnedGraph::new(graph).with_context(|| format!("graph {number}"))?;
-        let matched = match_graph(owned.graph(), owned.host(), Settings::from_env().thresholds, |_| true);
+        let matched = match_graph(owned.graph(), owned.host(), thresholds, |_| true);
         let sites = matched
             .sites
             .iter()

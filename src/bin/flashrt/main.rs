@@ -28,7 +28,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Run a model on the CPU and compare every window's oracle with ggml's tensors
+    /// Run a model on the CPU and compare the oracles of the windows in it with ggml's tensors
     #[cfg(feature = "host")]
     Check(check::Args),
     /// List the windows of this build

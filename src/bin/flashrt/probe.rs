@@ -148,7 +148,11 @@ fn text(probe: &Probe, asked: bool) -> String {
             row("  on", layers);
             for d in s.disks.known().into_iter().flatten() {
                 let known = [d.model.known(), d.pcie.known()].into_iter().flatten().cloned();
-                row(&format!("  {}", d.name), list(known));
+                let known = match &d.model {
+                    Reading::Unknown { .. } if d.pcie.known().is_none() => show(&d.model, word),
+                    _ => list(known),
+                };
+                row(&format!("  {}", d.name), known);
             }
             let direct = show(&s.direct, |d| {
                 format!("aligned to {} bytes, in memory to {}", d.offset_bytes, d.memory_bytes)

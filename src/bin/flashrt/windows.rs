@@ -58,12 +58,9 @@ pub fn run(args: Args) -> Result<()> {
             ]
         })
         .collect();
-    let takers = |routed: bool| {
-        let of_kind = WINDOWS.iter().filter(|w| {
-            w.threshold
-                .is_some_and(|t| matches!(t, Threshold::Routed { .. }) == routed)
-        });
-        of_kind.map(|w| w.name).collect::<Vec<_>>().join(", ")
+    let takers = |of_kind: fn(Threshold) -> bool| {
+        let takers = WINDOWS.iter().filter(|w| w.threshold.is_some_and(of_kind));
+        takers.map(|w| w.name).collect::<Vec<_>>().join(", ")
     };
     let from = match settings.thresholds.mm_min_tokens {
         Some(_) => "from GGML_FLASHRT_MM_MIN_TOKENS",
@@ -81,8 +78,8 @@ pub fn run(args: Args) -> Result<()> {
     output::print(&format!(
         "kernels: {kernels}\n\n{}\n{} take products, {} those of experts, from so many tokens on ({from}):\n{}\n{}",
         output::table(["window", "archs", "status", "switch", "computes"], &rows),
-        takers(false),
-        takers(true),
+        takers(|t| matches!(t, Threshold::Rows { .. })),
+        takers(|t| matches!(t, Threshold::Routed { .. })),
         output::table(["GPU", "weights", "least tokens", "with experts"], &least),
         output::table(["switch", "effect"], &switches)
     ))
