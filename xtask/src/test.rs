@@ -520,6 +520,8 @@ pub fn run_check(context: &Context, host: &Path, model: &Path) -> Result<()> {
     if env::var_os("FLASHRT_HOST_DIR").is_none() {
         cargo.env("FLASHRT_HOST_DIR", host);
     }
+    // A window that is off would not be compared.
+    cargo.env("GGML_FLASHRT_NO_DEC_ATTN", "0");
     show(&mut cargo, "flashrt check")
 }
 
