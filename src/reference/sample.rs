@@ -4,7 +4,7 @@ use half::{bf16, f16};
 
 use super::quant::DType;
 
-/// A small generator (splitmix64): the same seed gives the same data everywhere.
+/// A small generator, SplitMix64 (Steele, Lea, Flood 2014): the same seed gives the same data everywhere.
 #[derive(Debug, Clone)]
 pub struct Sample(u64);
 
@@ -14,7 +14,8 @@ impl Sample {
         Sample(seed)
     }
 
-    fn bits(&mut self) -> u64 {
+    /// 64 bits.
+    pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,6 +1,7 @@
 //! What a number of slots would bring: a routing trace, played through [`Slots`] and a disk that is a rate and a latency.
 
 use super::slot::{Grant, Key, Policy, Slots, Step};
+use crate::reference::sample::Sample;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::io::{self, BufRead, Write};
@@ -168,20 +169,12 @@ impl Default for Synthetic {
 const REACH: f64 = 18.0;
 const TAIL: f64 = 0.77;
 
-/// SplitMix64 (Steele, Lea, Flood 2014).
-struct Random(u64);
+struct Random(Sample);
 
 impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
     /// From 0 up to 1.
     fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+        (self.0.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
 
     fn below(&mut self, n: usize) -> usize {
@@ -263,7 +256,7 @@ impl Synthetic {
                 return Err(SimError::Range(what));
             }
         }
-        let mut random = Random(self.seed);
+        let mut random = Random(Sample::new(self.seed));
         let mut routers: Vec<Router> = (0..self.layers).map(|_| Router::new(self, &mut random)).collect();
         let mut steps = Vec::new();
         if self.prompt > 0 {

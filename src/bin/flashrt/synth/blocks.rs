@@ -4,32 +4,25 @@
 
 use super::model::{Fill, Tensor};
 use ggml_flashrt::graph::DType;
+use ggml_flashrt::reference::sample::Sample;
 use half::{bf16, f16};
 use std::io::{self, Write};
 
 /// Bytes made at a time; a multiple of every block size is cut from it.
 const CHUNK: usize = 1 << 18;
 
-/// SplitMix64 (Steele, Lea, Flood 2014): small, fast and the same on every machine.
-struct Random(u64);
+struct Random(Sample);
 
 impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
     fn fill(&mut self, bytes: &mut [u8]) {
         for word in bytes.chunks_mut(8) {
-            word.copy_from_slice(&self.next().to_le_bytes()[..word.len()]);
+            word.copy_from_slice(&self.0.bits().to_le_bytes()[..word.len()]);
         }
     }
 
     /// Roughly normal, mean 0, variance 1: the sum of four uniform numbers.
     fn normal(&mut self) -> f32 {
-        let bits = self.next();
+        let bits = self.0.bits();
         let sum: u32 = (0..4).map(|i| (bits >> (16 * i)) as u16 as u32).sum();
         (sum as f32 / 65_535.0 - 2.0) * 3f32.sqrt()
     }
@@ -61,14 +54,17 @@ impl Filler {
     /// Each tensor has its own sequence, from the seed and its name, so that other tensors do not matter to it.
     pub fn new(ty: DType, tensor: &Tensor, seed: u64) -> Self {
         let elements: u64 = tensor.dims.iter().product();
-        let state = tensor.name.bytes().fold(seed, |h, b| Random(h ^ u64::from(b)).next());
+        let state = tensor
+            .name
+            .bytes()
+            .fold(seed, |h, b| Sample::new(h ^ u64::from(b)).bits());
         let sigma = 1.0 / (tensor.dims[0] as f32).sqrt();
         Filler {
             ty,
             fill: tensor.fill,
             blocks: elements / ty.block_len() as u64,
             sigma,
-            random: Random(state),
+            random: Random(Sample::new(state)),
         }
     }
 
