@@ -11,49 +11,12 @@
 // calls that alternate between 4 copies of all operands, after a rest. Rows are compared with f64 on the host. With --json one object per
 // shape: TFLOP/s of each of the 30 samples of the module alone, and of converts, module and scan together.
 #include "../csrc/attention/prefill_fa4.cu"
+#include "samples.cuh"
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
 #include <random>
-#include <unistd.h>
 #include <vector>
-
-#define CHECK(call)                                                                                     \
-    do {                                                                                                \
-        const int err_ = static_cast<int>(call);                                                        \
-        if (err_ != 0) {                                                                                \
-            fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(static_cast<cudaError_t>(err_)));     \
-            exit(1);                                                                                    \
-        }                                                                                               \
-    } while (0)
-
-static const int kCopies = 4;
-
-// Before each sample. Tensor cores that run for some tens of milliseconds without a pause reach the GPU's power limit, and the clock falls.
-static const int kRestUs = 20000;
-
-static std::vector<float> samples_us(cudaStream_t stream, const std::function<void(int)> & call) {
-    cudaEvent_t a, b;
-    CHECK(cudaEventCreate(&a));
-    CHECK(cudaEventCreate(&b));
-    std::vector<float> us;
-    for (int i = 0; i < 33; ++i) {
-        usleep(kRestUs);
-        CHECK(cudaEventRecord(a, stream));
-        for (int j = 0; j < kCopies; ++j) {
-            call(j);
-        }
-        CHECK(cudaEventRecord(b, stream));
-        CHECK(cudaEventSynchronize(b));
-        float t;
-        CHECK(cudaEventElapsedTime(&t, a, b));
-        if (i >= 3) {
-            us.push_back(1000.0f * t / kCopies);
-        }
-    }
-    return us;
-}
 
 static double median(std::vector<float> us) {
     std::sort(us.begin(), us.end());

@@ -9,23 +9,13 @@
 // are random; results are compared between cuts of as many blocks.
 // With --json one object per shape: TFLOP/s of each of the 30 samples, activation convert included, at the chosen cut.
 #include "../csrc/mm/mm.cuh"
+#include "samples.cuh"
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <random>
-#include <unistd.h>
 #include <vector>
-
-#define CHECK(call)                                                                                     \
-    do {                                                                                                \
-        const int err_ = static_cast<int>(call);                                                        \
-        if (err_ != 0) {                                                                                \
-            fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(static_cast<cudaError_t>(err_)));     \
-            exit(1);                                                                                    \
-        }                                                                                               \
-    } while (0)
 
 struct Type {
     const char * name;
@@ -39,31 +29,6 @@ static const Type kTypes[] = {
     {"q4_k", 12, 256, 144, {0, 2}}, {"q5_k", 13, 256, 176, {0, 2}}, {"q6_k", 14, 256, 210, {208}}, {"iq4_nl", 20, 32, 18, {0}},
     {"iq4_xs", 23, 256, 136, {0}}, {"mxfp4", 39, 32, 17, {}},  {"nvfp4", 40, 64, 36, {}},
 };
-
-// Before each sample. Tensor cores that run for some tens of milliseconds without a pause reach the GPU's power limit, and the clock falls.
-static const int kRestUs = 20000;
-
-static std::vector<float> samples_us(cudaStream_t stream, const std::function<void(int)> & call) {
-    cudaEvent_t a, b;
-    CHECK(cudaEventCreate(&a));
-    CHECK(cudaEventCreate(&b));
-    std::vector<float> us;
-    for (int i = 0; i < 33; ++i) {
-        usleep(kRestUs);
-        CHECK(cudaEventRecord(a, stream));
-        for (int j = 0; j < 4; ++j) {
-            call(j);
-        }
-        CHECK(cudaEventRecord(b, stream));
-        CHECK(cudaEventSynchronize(b));
-        float t;
-        CHECK(cudaEventElapsedTime(&t, a, b));
-        if (i >= 3) {
-            us.push_back(1000.0f * t / 4);
-        }
-    }
-    return us;
-}
 
 static double median_us(cudaStream_t stream, const std::function<void(int)> & call) {
     std::vector<float> us = samples_us(stream, call);
